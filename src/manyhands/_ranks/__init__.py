@@ -2,7 +2,7 @@
 
 ranks.py              the ranks of a process group: numbers, text and tensors between ranks
 slices.py             reduce_scatter and all_gather of the slices of a bucket; shared memory
-groups.py             exclusive process groups, and the sockets of torch and gloo
+groups.py             exclusive process groups; sockets of torch and gloo
 message_box.py        texts and heartbeats in a store
 presence.py           ranks that have ended or wait elsewhere; errors of lost connections
 standstill.py         whether and where a thread stands still

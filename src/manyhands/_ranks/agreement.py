@@ -1,21 +1,20 @@
 """Compare facts between ranks. If facts differ, every rank raises and names the first difference.
 
-A rank's *facts* must be equal on all ranks: titles with values of JSON types. Lists are compared by
-element, dicts by name and order.
+*Facts* are titles with values of JSON types. Lists are compared by element, dicts by name and
+order.
 
     {"scale": 4.0, "parameters": ["(4, 3) float32 on cpu", ...], "options": {"every": 16, ...}}
 
-Ranks first exchange checksums in a single collective, and exchange texts only if checksums differ.
-Both use a device that the group serves, because the tensors may be on different devices.
+Ranks exchange checksums in a single collective, and texts only if checksums differ.
 
 Tensors are described by properties that collectives assume to be equal: a sum of float32 and
-float64, or of a matrix and its transpose, would be garbage.
+float64, or of a matrix and a transposed matrix, would be garbage.
 
     shape       for a DTensor the full shape and the placement
     dtype
     layout      strides, unless contiguous: flat views follow the order in memory
-    device      type, and which tensors share a device, but not the index, which differs
-    name        if a model is known: a different order of equal names means different tensors
+    device      type, and which tensors share a device, but not the index
+    name        if a model is known
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ NAMED = 8  # maximum number of ranks and values in a message
 def agree(ranks: RankGroup, facts: Facts, advice: str, *, names: Names = NO_NAMES) -> None:
     """Raise `RanksDisagree`, a ValueError, on every rank if ranks have different facts.
 
-    `advice` is the last sentence of the message and names the remedy. `names` maps titles of lists
-    to known names of the elements, with equal titles on every rank.
+    `advice` ends the message. `names` maps titles of lists to known names of the elements, with
+    equal titles on every rank.
     """
     if ranks.size == 1:
         return
@@ -82,7 +81,7 @@ def raise_if_different(
 
 
 def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
-    """Run an action on every rank. If a rank raises, raise on all ranks, with its message."""
+    """Run an action on every rank. If a rank raises, raise the error on all ranks."""
     result = None
     problem = None
     text = ""
@@ -103,7 +102,6 @@ def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
 
 
 def describe_error(error: Exception) -> list[str]:
-    """Return the type name and message of an error, for `to_error` on other ranks."""
     for kind in ERROR_TYPES:
         if isinstance(error, kind):
             return [kind.__name__, str(error)]
@@ -147,7 +145,6 @@ def _all_equal(values: Sequence[object]) -> bool:
 
 
 def _list_by_rank(values: Sequence[object]) -> str:
-    """Return a list of ranks by value, for an error message."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(_format_value(value), []).append(rank)
@@ -167,7 +164,6 @@ def _format_value(value: object) -> str:
 
 
 def describe_tensors(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
-    """Describe tensors in words; `frozen` includes `requires_grad`."""
     describer = Describer()
     return [describer.describe(tensor, frozen=frozen) for tensor in tensors]
 
@@ -186,7 +182,13 @@ class Describer:
         # Collectives send the shard of a DTensor, so compare the strides of the shard.
         here = local_shard(tensor)
         words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
-        words.append(f"on {tensor.device.type}{self._describe_device(tensor.device)}")
+        device = tensor.device
+        words.append(f"on {device.type}")
+        met = self._devices.setdefault(device.type, [])
+        if device not in met:
+            met.append(device)
+        if device != met[0]:
+            words[-1] += f", device {met.index(device) + 1}"
         if is_dtensor(tensor):
             mesh = tuple(tensor.device_mesh.shape)
             words.append(f"placed {tensor.placements} on a mesh of {mesh}")
@@ -198,19 +200,8 @@ class Describer:
             words.append("frozen")
         return " ".join(filter(None, words))
 
-    def _describe_device(self, device: torch.device) -> str:
-        """Return the number of a device, because indices of GPUs differ between ranks."""
-        met = self._devices.setdefault(device.type, [])
-        if device not in met:
-            met.append(device)
-        number = met.index(device)
-        if number == 0:
-            return ""
-        return f", device {number + 1}"
-
 
 def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[str]:
-    """Return the names of parameters or buffers; an empty list if a name is unknown."""
     names: dict[int, str] = {}
     for number, module in enumerate(modules):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -224,7 +215,7 @@ def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[st
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides; 1 for dimensions of a single element, whose strides are meaningless."""
+    """Return the strides, and 1 for dimensions with a single element."""
     strides = list(tensor.stride())
     for dimension, length in enumerate(tensor.shape):
         if length == 1:

@@ -3,8 +3,7 @@
     group   each collective is counted, and answers as if all ranks had this rank's tensors
     store   counters that all ranks increase grow by the total; no call waits for other ranks
 
-Layouts, buckets, messages, memory and Python's running time are real. Values are not: gathered
-tensors consist of N copies of a shard.
+Layouts, buckets, messages, memory and Python's running time are real. Values are not.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ Group: Any = dist.ProcessGroup  # overloads in torch's types are incompatible wi
 
 @cache
 def names_of_torch() -> Any:
-    """Return the private names of torch that a dry run needs."""
     try:
         from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -53,7 +51,6 @@ class DryRun:
         self.clear()
 
     def clear(self) -> None:
-        """Reset all counters."""
         self.calls = Counter[str]()
         self.sent = Counter[str]()
         self.requests = Counter[str]()
@@ -107,13 +104,12 @@ class CountingStore(Store):
 
 
 def dry_group() -> Any:
-    """Return the process group of the current dry run; None outside a dry run."""
     group = dist.group.WORLD
     return group if isinstance(group, DryGroup) else None
 
 
 class DryGroup(Group):
-    """A process group whose ranks all have this rank's tensors."""
+    """A process group that answers as if all ranks had this rank's tensors."""
 
     def __init__(self, rank: int, size: int, counted: DryRun) -> None:
         super().__init__(rank, size)

@@ -1,31 +1,25 @@
 """Create gloo groups for the exclusive use of manyhands, and end each group with its last user.
 
-Some of our collectives must not be confused with collectives of other code: the numbers that a
-scaling rule sends at the end of a backward pass, the buckets of `ShardedDataParallel`, the mean of
-a block, which is sent during training. Each of these objects has a separate gloo group, at the cost
-of a few descriptors and three threads.
+Rules, sharded modules and blocks have separate gloo groups, at the cost of a few descriptors and
+three threads each. In a shared group, ranks might issue the collectives of two rules in different
+orders (hooks of two optimizers on a model fire in the order of creation). A rank that misses a pass
+would send the next message to the wrong object. Exceptions with a fixed order share a group:
+the stop votes of a process group, and an `OSS` in shared memory with its module.
 
-    connect   all ranks agree on a serial number and connect to the ranks that they exchange with
+    connect   all ranks agree on a serial number, and connect
     Lease     owned by each user of the group; the group ends with the last reference to the lease
-    end       in a thread, because ending a gloo group waits for pending messages (also for groups
-              of a crew)
+    end       in a thread, because ending a gloo group waits for pending messages
 
 By default, gloo connects all pairs of ranks, with N requests per rank for N addresses of N bytes.
-Our groups connect two ranks at their first message. `connect` immediately opens the connections for
-later use, either a ring or all pairs, so that no rank waits for a connection to a rank that has
-died.
+Our groups connect two ranks at the first message. `connect` opens a ring or all pairs immediately,
+so that no rank waits for a connection to a rank that has died.
 
-Objects do not share groups. Ranks may issue the collectives of two rules in different orders (hooks
-of two optimizers on a model fire in the order of creation), and a rank that misses a pass would
-send its next message to the wrong object. Exceptions are the stop votes of a process group, and an
-`OSS` in shared memory with its module, because their collectives have a fixed order.
+`torch.distributed.new_group` is not suitable: torch names groups by ranks and by the *number* of
+groups in the process. If garbage collectors drop groups at different times, ranks would wait for
+each other under different names, or find the addresses of an ended group. torch has no record of
+our groups, so `destroy_process_group()` does not end these groups.
 
-We do not use `torch.distributed.new_group`, because torch names groups by ranks and by the *number*
-of groups in the process. Ranks whose garbage collectors drop groups at different times would wait
-for each other under different names, or find the addresses of an ended group. torch has no record
-of our groups, so `destroy_process_group()` does not end them.
-
-torch and gloo do not expose their sockets. The second half of this file finds them.
+torch and gloo do not expose sockets. The second half of this file finds them.
 """
 
 from __future__ import annotations
@@ -75,7 +69,6 @@ _serials: weakref.WeakKeyDictionary[Store, Counter[str]] = weakref.WeakKeyDictio
 
 
 def name_of_ranks(ranks: Sequence[int]) -> str:
-    """Return a short name for these ranks, for use in keys."""
     return hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
 
 
@@ -99,7 +92,7 @@ class HeldGroup:
 
 
 class Lease:
-    """Prevents the end of a group. Objects that refer to `group` must also refer to the lease."""
+    """Prevents the end of a group. Users of `group` must refer to the lease."""
 
     def __init__(self, held: HeldGroup, ranks: tuple[int, ...]) -> None:
         self.group: dist.ProcessGroup = held.group
@@ -118,8 +111,7 @@ def connect(
 ) -> Lease:
     """Return a new gloo group. Call on each of these ranks.
 
-    `pairs` opens connections between all pairs, for slices and broadcasts; by default, only the
-    connections of a ring are opened.
+    `pairs` connects all pairs, for slices and broadcasts, instead of a ring.
     """
     own_store = PrefixStore(new_prefix(store, "group", ranks, gather), store)
     size = len(ranks)
@@ -142,7 +134,6 @@ def connect(
 
 
 def open_pairs(group: Any, rank: int, size: int) -> None:
-    """Connect all pairs of ranks by exchanging messages."""
     works = []
     for turn in range(1, size):  # in equal order on all ranks
         works.append(group.recv([torch.empty(1, device="cpu")], (rank - turn) % size, TAG))
@@ -165,7 +156,6 @@ def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str 
 
 
 def gloo_devices(host: str = "") -> list[Any]:
-    """Return the network interfaces for a group; raise RuntimeError if there are none."""
     make: Any = dist.ProcessGroupGloo
 
     def devices(lazy: bool) -> list[Any]:
@@ -195,10 +185,10 @@ def _close_connections(epolls: Collection[int]) -> bool:
 
 
 def _end_loop(epolls: Collection[int], dropped: threading.Event) -> None:
-    """Help gloo's thread on these epolls to end while its group is dropped.
+    """Help gloo's thread on these epolls to end while the group is dropped.
 
     The thread ends when no socket has pending events. After a network cut, a socket that never
-    connected may remain and permanently reports events (torch 2.13): the thread would loop forever.
+    connected may report events forever (torch 2.13).
     """
     seen: set[WatchedSocket] = set()
     while not dropped.wait(STUCK):
@@ -215,9 +205,8 @@ def _keep_for_ever(group: object) -> None:
 class GroupCloser:
     """Closes unused groups, each in a separate thread.
 
-    A thread that returns from C++ during interpreter shutdown aborts the process. Therefore no
-    thread drops a group during shutdown, and shutdown waits up to a second for threads that use
-    groups.
+    A thread that returns from C++ during interpreter shutdown aborts the process. So no thread
+    drops a group during shutdown, and shutdown waits up to a second for registered threads.
     """
 
     def __init__(self) -> None:
@@ -226,7 +215,6 @@ class GroupCloser:
         self._closed = False
 
     def close_when_unused(self, held: HeldGroup) -> None:
-        """Drop this group in the background after its last use."""
         if held.process == os.getpid() and not self._closed:
             thread = threading.Thread(target=self._drop, args=(held,), name="manyhands end")
             thread.daemon = True
@@ -235,20 +223,18 @@ class GroupCloser:
                 return
             except RuntimeError:  # Python 3.12+ starts no threads during shutdown
                 pass
-        # The group's threads exist only in the process that created the group: a forked child would
-        # wait forever. During interpreter shutdown, waiting is unsafe.
+        # A forked child, which lacks the group's threads, would wait forever. During interpreter
+        # shutdown, waiting is unsafe.
         _keep_for_ever(held.group)
 
     def _drop(self, held: HeldGroup) -> None:
-        """Wait, in a thread, until the group is unused, and drop the group."""
         pause = FIRST_PAUSE
         while sys.getrefcount(held.group) > 2 or not self._enter():  # 2: the field and the call
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        # gloo closes sockets of a group without removing them from its epoll. If a forked process,
-        # such as a DataLoader worker, has copies of the sockets, the epoll still reports events and
-        # gloo aborts this process (torch 2.13). Therefore shut the connections first, which fails
-        # pending messages without a waiting rank.
+        # gloo does not remove closed sockets from the epoll. If a forked process, such as a
+        # DataLoader worker, has copies of the sockets, the epoll still reports events and gloo
+        # aborts this process (torch 2.13). So shut the connections first.
         if not _close_connections(held.epolls):
             _keep_for_ever(held.group)
             return
@@ -274,7 +260,7 @@ class GroupCloser:
         self._under_way.add(thread)
 
     def close(self) -> None:
-        """Stop dropping groups, and wait for registered threads. Called by `atexit`."""
+        """Stop dropping groups, and wait for registered threads, at exit."""
         with self._lock:
             self._closed = True
         until = time.monotonic() + 1.0  # slower threads wait for messages of lost ranks
@@ -309,8 +295,8 @@ def internet_socket(descriptor: int) -> socket.socket | None:
     except OSError:  # no longer a socket
         os.close(second)
         return None
-    # With a default timeout, socket() sets O_NONBLOCK, which the owner's descriptor shares. Restore
-    # the flag only then, because the owner may change the flag concurrently.
+    # With a default timeout, socket() sets O_NONBLOCK, also for the owner. Restore the flag only
+    # then, because the owner may change the flag concurrently.
     if socket.getdefaulttimeout() is not None:
         os.set_blocking(second, blocking)
     if found.family in (socket.AF_INET, socket.AF_INET6):
@@ -330,10 +316,13 @@ class WatchedSocket:
 
 
 def watched_sockets(epolls: Iterable[int]) -> set[WatchedSocket]:
-    """Return the TCP sockets on the lists of these epolls."""
     found = set()
     for epoll in epolls:
-        for descriptor, inode in _watched_by(epoll):
+        text = ""
+        with suppress(OSError):  # closed concurrently
+            text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
+        for number, inode in re.findall(r"tfd: *(\d+) .* ino:(\w+)", text):
+            descriptor = int(number)
             end = _socket_with(inode, descriptor)
             if end is None:
                 continue
@@ -347,8 +336,8 @@ def watched_sockets(epolls: Iterable[int]) -> set[WatchedSocket]:
 def _socket_with(inode: str, descriptor: int) -> socket.socket | None:
     """Return a duplicate of the socket with this descriptor and inode, or None.
 
-    gloo may close the socket at any time, and a new socket may reuse the descriptor. A forked
-    process inherits epolls, while descriptors on their lists may refer to different sockets.
+    gloo may close the socket at any time, so that a new socket may reuse the descriptor. In a
+    forked process, descriptors on the list of an epoll may refer to different sockets.
     """
     end = internet_socket(descriptor)
     if end is not None and os.fstat(end.fileno()).st_ino != int(inode, 16):
@@ -358,7 +347,6 @@ def _socket_with(inode: str, descriptor: int) -> socket.socket | None:
 
 
 def listening_sockets() -> dict[str, int]:
-    """Return the epoll of each listening socket on an epoll of this process, by inode."""
     found = {}
     for watched in watched_sockets(_epolls()):
         if watched.state == TCP_LISTEN:
@@ -367,29 +355,27 @@ def listening_sockets() -> dict[str, int]:
 
 
 def shut_connections(epolls: Iterable[int]) -> set[WatchedSocket]:
-    """Shut down the connections of these epolls; return the connections still open in gloo.
+    """Shut down the connections of these epolls, so that pending messages fail at both ends.
 
-    Pending messages fail immediately at both ends. Data already sent still arrives.
+    Return the connections that gloo has not closed.
     """
     connections = {each for each in watched_sockets(epolls) if each.state != TCP_LISTEN}
     for watched in connections:
         end = _socket_with(watched.inode, watched.descriptor)
         if end is not None:
             with closing(end), suppress(OSError):  # closed concurrently, or never connected
-                # Not close(): gloo owns the descriptor and waits for it.
+                # Not close(): gloo owns the descriptor.
                 end.shutdown(socket.SHUT_RDWR)
     return connections
 
 
 def forget_sockets(sockets: Iterable[WatchedSocket]) -> None:
-    """Remove sockets from the lists of epolls."""
     for watched in sockets:
         with suppress(OSError), select.epoll.fromfd(os.dup(watched.epoll)) as epoll:
             epoll.unregister(watched.descriptor)
 
 
 def _epolls() -> list[int]:
-    """Return the descriptors of the epolls of this process; none outside Linux."""
     found = []
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
         with suppress(OSError):  # closed concurrently
@@ -398,17 +384,7 @@ def _epolls() -> list[int]:
     return found
 
 
-def _watched_by(epoll: int) -> list[tuple[int, str]]:
-    """Return (descriptor, inode) of each entry on the list of an epoll."""
-    try:
-        text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
-    except OSError:  # closed concurrently
-        return []
-    return [(int(fd), inode) for fd, inode in re.findall(r"tfd: *(\d+) .* ino:(\w+)", text)]
-
-
 def state_of(end: socket.socket) -> int | None:
-    """Return the state of a TCP socket; None for other sockets."""
     try:
         return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
     except OSError:

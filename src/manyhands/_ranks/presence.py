@@ -3,18 +3,16 @@
 Ranks that wait for each other in different calls, or for an ended process, would wait until the
 timeout of the process group. Three signs reveal this, without traffic in normal operation:
 
-    connections   an ending process closes its connections, and gloo connects all pairs of ranks of
-                  the default group. A receive from an ended rank fails immediately; other receives
-                  stay pending
-    failures      a rank that ends by an exception or a lost connection first writes the reason to
-                  the store. Other ended ranks were killed, or ended by themselves
-    waiting       a rank whose training thread stands still inside torch or this library writes the
-                  waiting line of the script to the store. A thread checks every few seconds
-                  (`standstill.py`)
+    connections   a receive from an ended rank of the default group fails immediately, because the
+                  process has closed all connections; other receives stay pending
+    failures      before a rank ends by an exception or a lost connection, it writes the reason to
+                  the store. Other ended ranks were killed, or have finished
+    waiting       if the training thread stands still inside torch or this library, a second thread
+                  writes the waiting line of the script to the store (`standstill.py`)
 
 `Presence` answers whether waiting is in vain. `RollCall` waits until all ranks make a call.
-`explained` converts gloo's connection errors to errors that name ranks and steps. Training steps
-contain collectives of all ranks, so an ended rank has taken as many steps as this rank.
+`explained` converts gloo's connection errors to errors that name ranks and steps: training steps
+contain collectives of all ranks, so an ended rank is in the same step as this rank.
 """
 
 from __future__ import annotations
@@ -66,7 +64,6 @@ _steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 def count_step(owner: object) -> None:
-    """Count a completed training step of an optimizer or a model."""
     _steps[owner] = _steps.get(owner, 0) + 1
 
 
@@ -79,7 +76,7 @@ class Presence:
         self._looked = -LOOK  # time of the last look
 
     def may_look(self) -> bool:
-        """Return whether `LOOK` seconds have passed since the last look, and register a look."""
+        """Return whether `LOOK` seconds have passed since the last look."""
         now = time.monotonic()
         if now - self._looked < LOOK:
             return False
@@ -87,7 +84,6 @@ class Presence:
         return True
 
     def find_ended(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks with closed connections."""
         world: Any = dist.group.WORLD
         if not _has_connections():
             return []
@@ -104,10 +100,9 @@ class Presence:
         return ended
 
     def why_absent(self, ranks: Sequence[int]) -> str:
-        """Return why waiting for these ranks is in vain, or "".
+        """Return why waiting for these ranks is in vain, or "". Call after `may_look`.
 
-        Call when `may_look` returns True. Waiting elsewhere counts at the second look, because a
-        rank may have continued since writing to the store.
+        Waiting elsewhere counts at the second look, because a rank may have continued.
         """
         ended = self.find_ended(ranks)
         if ended:
@@ -121,7 +116,6 @@ class Presence:
         return self._waiting
 
     def _find_waiting(self, ranks: Sequence[int]) -> str:
-        """Return the lines in which these ranks wait; "" if a rank does not wait."""
         places: dict[str, list[int]] = {}
         for rank in ranks:
             place = self._read("waits", rank)
@@ -135,10 +129,9 @@ class Presence:
         return " and ".join(waiting)
 
     def find_first_ended(self, ranks: Sequence[int]) -> tuple[list[int], str]:
-        """Return the ranks that ended first after a lost connection, and the failure of a rank.
+        """Return the ranks that ended first after a lost connection, with the failure of a rank.
 
-        Ranks that lose a connection fail in turn and report a failure. Ended ranks without a report
-        were the first.
+        Ranks that lose a connection report a failure. Ended ranks with no report were the first.
         """
         ended = self.find_ended(ranks)
         deadline = time.monotonic() + LATE
@@ -157,11 +150,10 @@ class Presence:
         return first, failed
 
     def count_at_work(self, own: int = 0) -> int:
-        """Add `own` to the number of reports that ranks are at work; return the total."""
         return self._box.count("at work", own)
 
     def say(self, kind: str, text: str) -> None:
-        """Report to other ranks the reason why this rank "failed", or the line where it "waits"."""
+        """Report why this rank "failed", or the line where this rank "waits"."""
         with suppress(RuntimeError):  # the store ends concurrently
             if self._answers():
                 self._box.put(f"{kind}/{dist.get_rank()}", text)
@@ -172,23 +164,20 @@ class Presence:
         return ""
 
     def _answers(self) -> bool:
-        """Return whether the store is alive. Requests to an ended store print a stack trace."""
+        """Return whether the store is alive: requests to an ended store print a stack trace."""
         store: Any = self._box.store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        return not isinstance(store, TCPStore) or _is_connected_to(store.port)
-
-
-def _is_connected_to(port: int) -> bool:
-    """Return whether a connection of this process to a port is open at both ends."""
-    for end in internet_sockets():
-        with closing(end):
-            # The state is available on Linux only.
-            is_open = sys.platform != "linux" or state_of(end) == TCP_ESTABLISHED
-            with suppress(OSError):  # not connected
-                if is_open and end.getpeername()[1] == port:
-                    return True
-    return False
+        if not isinstance(store, TCPStore):
+            return True
+        for end in internet_sockets():
+            with closing(end):
+                # The state is available on Linux only.
+                is_open = sys.platform != "linux" or state_of(end) == TCP_ESTABLISHED
+                with suppress(OSError):  # not connected
+                    if is_open and end.getpeername()[1] == store.port:
+                        return True
+        return False
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -206,7 +195,6 @@ def have_ended(ranks: Sequence[int]) -> str:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Return whether an error of torch reports a lost connection."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
 
 
@@ -219,10 +207,9 @@ def _has_connections() -> bool:
 
 
 class RollCall:
-    """Waits until all ranks make the same call, without a collective.
+    """Waits until all ranks make a call, before a collective.
 
-    Used before collectives in functions that scripts may call on some ranks only. Such a call then
-    raises an error instead of waiting for the collective.
+    If a script calls the function on some ranks only, an error follows instead of a hang.
     """
 
     # Seconds, long enough for other ranks to write files.
@@ -244,7 +231,7 @@ class RollCall:
         self._ranks = ranks  # global ranks, if known
 
     def wait(self, call: str, in_vain: Callable[[], str] = str) -> None:
-        """Wait until all ranks have called; warn after a while, and raise in the end.
+        """Wait until all ranks have called; warn after a while, then raise.
 
         `in_vain` may return an error message to end the wait early.
         """
@@ -298,14 +285,14 @@ class RollCall:
         return reason and f"rank {self._rank} has called {call}, and {reason}. {CALL}"
 
     def _note_problem(self, reason: str) -> None:
-        """Publish, on the first rank, its number and the reason why missing ranks cannot call."""
+        """Publish the first rank's number, and why missing ranks cannot call."""
         self.box.put("/first", json.dumps([self._rank, reason]))
 
     def _missing(self, everyone: int) -> list[int]:
         return [n for n in range(self._size) if self.box.read(f"/{n}") != str(everyone)]
 
     def _leave(self, everyone: int) -> bool:
-        """Withdraw this rank's call; return False if all ranks have called in the meantime."""
+        """Withdraw this rank's call; return False if all ranks have called meanwhile."""
         if self.box.count("", -1) < everyone - 1:
             return True
         self.box.count("", 1)
@@ -326,8 +313,7 @@ class HasRanks(Protocol):
 def explained(among: HasRanks | None = None, text: str = "") -> Iterator[None]:
     """Convert errors of lost connections among ranks (default: all) to errors that name the rank.
 
-    `text` completes the sentence, for example "while it loaded a checkpoint.". By default the error
-    contains the numbers of training steps.
+    `text` completes the sentence. By default the error contains numbers of training steps.
     """
     try:
         yield
@@ -387,7 +373,7 @@ def _explain_uncaught(
 
 
 class _Watch(threading.Thread):
-    """Reports to the store if the creating thread waits for other ranks for a long time."""
+    """Reports to the store if the creating thread waits for other ranks."""
 
     def __init__(self) -> None:
         super().__init__(name="manyhands presence", daemon=True)
@@ -409,7 +395,7 @@ class _Watch(threading.Thread):
                     self._said = place
 
     def end(self) -> None:
-        """End the thread. Called by `atexit`."""
+        """End the thread at exit."""
         self._over.set()
         self.join(1.0)
 

@@ -60,7 +60,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: Any = None, world_size: int | None = None) -> RankGroup:
-        """Return the ranks of a process group (default: all ranks); a single rank without groups.
+        """Return the ranks of a process group (default: all ranks); a single rank if there is none.
 
         `world_size` is the expected number of ranks. 1 inside a larger group: each rank trains
         alone.
@@ -106,7 +106,6 @@ class RankGroup:
 
     @property
     def ranks(self) -> list[int]:
-        """The global ranks of the members."""
         if self.lease is not None:  # torch has no record of exclusive groups
             return list(self.lease.ranks)
         return dist.get_process_group_ranks(self.group or dist.group.WORLD)
@@ -114,8 +113,8 @@ class RankGroup:
     def with_own_group(self, device: torch.device, *, pairs: bool = False) -> RankGroup:
         """Return these ranks in an exclusive gloo group (`groups.py`), if gloo serves this CPU.
 
-        Otherwise return `self`, because an additional NCCL communicator needs GPU memory. Set
-        `pairs` for slices and broadcasts.
+        Otherwise return `self`: a further NCCL communicator needs GPU memory. Set `pairs` for
+        slices and broadcasts.
         """
         if self.size == 1 or device.type != "cpu" or not self.on_gloo(device):
             return self
@@ -131,7 +130,6 @@ class RankGroup:
         return RankGroup(self.size, self.rank, lease.group, own_group=True, lease=lease)
 
     def roll_call(self, name: str = "") -> RollCall:
-        """Return the roll call with this name; if the name is empty, a new roll call."""
         store = _get_default_store()
         gather = partial(self.all_gather, device=self.any_device)
         if name:
@@ -146,7 +144,7 @@ class RankGroup:
             return self
         if device.type == "cpu" and self.on_gloo(device):
             return self.with_own_group(device, pairs=True)
-        # From torch, because ranks may not be allowed to end NCCL communicators at different times.
+        # From torch: ranks may not be allowed to end NCCL communicators at different times.
         own = dist.new_group(self.ranks, timeout=self._timeout, use_local_synchronization=True)
         return RankGroup(self.size, self.rank, own, own_group=True)
 
@@ -183,17 +181,14 @@ class RankGroup:
         return backends
 
     def on_gloo(self, device: torch.device) -> bool:
-        """Return whether gloo serves tensors on this device."""
         return self._backends.get(device.type) == "gloo"
 
     def has_backend(self, device: torch.device) -> bool:
-        """Return whether the group serves tensors on this device."""
         backend = self._backends.get(device.type)
         return backend is not None and (backend != "gloo" or device.type == "cpu")
 
     @property
     def any_device(self) -> torch.device:
-        """A device that the group serves, equal on all ranks."""
         if self.size == 1 or "cpu" in self._backends:
             return torch.device("cpu")
         return torch.device(next(iter(self._backends)))
@@ -234,8 +229,8 @@ class RankGroup:
     ) -> tuple[list[Tensor], list[Any]]:
         """Start to send bytes to each rank; return incoming tensors and works.
 
-        `outgoing` are uint8 tensors, `sizes` the numbers of incoming bytes. Both have an entry per
-        rank, which is empty for this rank. gloo sends between pairs of ranks, without a copy.
+        `outgoing` (uint8 tensors) and `sizes` (numbers of incoming bytes) have an entry per rank,
+        which is empty for this rank.
         """
         device = outgoing[0].device
         inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -279,7 +274,7 @@ class RankGroup:
             dist.recv(tensor, group_src=source, group=self.group)
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
-        """Sum a tensor over the ranks in place, or take the largest values; return the tensor."""
+        """Sum a tensor over the ranks in place, or take the largest values."""
         if self.size > 1:
             self.start_all_reduce(tensor, largest=largest).wait()
         return tensor
@@ -323,7 +318,6 @@ class RankGroup:
         return PendingSums(total, summed, work)
 
     def all_gather(self, numbers: list[float], device: torch.device) -> list[list[float]]:
-        """Return every rank's `numbers`, in rank order."""
         own = torch.tensor(numbers, dtype=widest_float(device), device=device)
         everyone = self.sum_and_gather(own, 0).wait()
         rows: list[list[float]] = everyone.view(self.size, -1).tolist()
@@ -334,8 +328,8 @@ class RankGroup:
         if self.size == 1:
             return [text]
         sent = zlib.compress(text.encode(), 1)
-        # all_gather needs rows of equal length. The first round sends the length and the start of
-        # each text. A second round follows only if a text is longer.
+        # all_gather needs rows of equal length: first the lengths and the start of each text, then
+        # the rest, if any.
         rows = self._all_gather_bytes(len(sent).to_bytes(8, "little") + sent, FIRST_ROUND)
         sizes = [int.from_bytes(row[:8], "little") for row in rows]
         rest = max(sizes) + 8 - FIRST_ROUND
@@ -346,15 +340,14 @@ class RankGroup:
         return [zlib.decompress(row[8 : 8 + size]).decode() for row, size in pairs]
 
     def _all_gather_bytes(self, sent: bytes, size: int) -> list[bytes]:
-        """Return every rank's first `size` bytes, padded with zeros."""
         data = torch.frombuffer(bytearray(sent[:size].ljust(size, b"\0")), dtype=torch.uint8)
         own = data.to(self.any_device)
         rows = [torch.empty_like(own) for _ in range(self.size)]
         options = AllgatherOptions()
         if self.patience is not None:
             options.timeout = self.patience
-        # Unlike `dist.all_gather`, the method of the group accepts a timeout per call, and works
-        # after `destroy_process_group`, when an asynchronous save may still be running.
+        # Unlike `dist.all_gather`, this method accepts a timeout, and works after
+        # `destroy_process_group`, when an asynchronous save may still run.
         self._process_group.allgather([rows], [own], options).wait()
         return [ctypes.string_at(row.data_ptr(), size) for row in map(Tensor.cpu, rows)]
 
@@ -363,8 +356,8 @@ class RankGroup:
 class PendingSums:
     """A pending `sum_and_gather`: the sums, then the gathered numbers in rank order.
 
-    Callers must not drop this object before the next `sum_and_gather`. The thread of the collective
-    may release the tensors after `wait` returns, and must not hold the last reference at exit.
+    Do not drop this object before the next `sum_and_gather`: the thread of the collective, which
+    may release tensors after `wait` returns, must not have the last reference at exit.
     """
 
     table: Tensor  # a row per rank; a single row if the collective has computed the sums
@@ -410,7 +403,6 @@ class PendingSums:
 
 
 def _warn_if_alone(has_group: bool) -> None:
-    """Warn once if WORLD_SIZE is above 1 and this process never had a process group."""
     global _settled
     size = os.environ.get("WORLD_SIZE", "")
     alone = not has_group and size.isdecimal() and int(size) > 1
@@ -423,17 +415,13 @@ def _warn_if_alone(has_group: bool) -> None:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the widest float type that the device supports."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def rank_group_of(
     params: Sequence[Tensor], group: Any = None, world_size: int | None = None
 ) -> RankGroup:
-    """Return the ranks that share the gradients of these parameters.
-
-    These are the ranks of `group`, or the ranks that share sharded parameters, or all ranks.
-    """
+    """Return the ranks that share the gradients of these parameters."""
     meshes = {p.device_mesh for p in params if is_dtensor(p)}
     if not meshes:
         return RankGroup.of(group, world_size)

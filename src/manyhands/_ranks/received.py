@@ -1,8 +1,7 @@
 """Protect tensors received from a running job against loads from files.
 
-A worker that joins a running job receives the current parameters. Its script then loads a
-checkpoint or pretrained weights, like the scripts of all workers at their start. Files are older
-than received tensors, so loads do not overwrite these tensors.
+A worker that joins a running job receives the current parameters. Then the script loads a
+checkpoint or pretrained weights, which are older, and must not overwrite these tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ _receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
 
 
 def add_receiver(receiver: Receiver) -> None:
-    """Register an object for `received_tensors` until it is deleted."""
     _receivers.add(receiver)
 
 

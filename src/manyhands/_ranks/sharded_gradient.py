@@ -1,7 +1,6 @@
-"""`ShardedGradient`: a gradient in `param.grad` whose slices are distributed over ranks.
+"""`ShardedGradient`: a gradient in `param.grad` with slices on different ranks.
 
-A `ShardedGradient` is stored in `param.grad` after a sharded backward. It has the shape of the
-parameter and no memory, and refers to
+After a sharded backward, `param.grad` has the shape of the parameter and no memory, and refers to
 
     slices   this rank's elements of the mean gradient: flat tensors, one per bucket
     starts   start of each slice in the flat parameter
@@ -9,17 +8,16 @@ parameter and no memory, and refers to
              backward adds to existing gradients)
     group    the ranks with the remaining slices
 
-Elementwise operations apply to the slices. The norm for `torch.nn.utils.clip_grad_norm_` is a
-`LocalNorm`. `all` and `any` are reduced over the ranks immediately. All other operations would be
-wrong on a shard: they raise an error that names the correct call.
+Elementwise operations apply to the slices. `all` and `any` are reduced over the ranks immediately.
+Norms are `LocalNorm`s. Other operations raise an error that names the correct call.
 
-A `LocalNorm` is the norm of this rank's slices. torch's clipping takes the norm of each gradient,
-stacks these norms, and takes the norm of the stack. Only the final norm is reduced over the ranks,
-where p is the order of the norm and n_i the norm on rank i:
+A `LocalNorm` is the norm of this rank's slices. `torch.nn.utils.clip_grad_norm_` takes the norm of
+each gradient, stacks these norms, and takes the norm of the stack. Only the final norm is reduced
+over the ranks, where p is the order of the norm and n_i the norm on rank i:
 
     (sum of n_i^p over the ranks)^(1 / p)        the maximum, if p is infinite
 
-The reduction is a small all_reduce, and the result is a plain tensor.
+The reduction is a small all_reduce. The result is a plain tensor.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class LocalNorm(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Return a local norm if later reduction is possible; else reduce the arguments."""
+        """Return a local norm if possible; otherwise reduce the arguments."""
         kwargs = kwargs or {}
         norms = list(args[0] if func is torch.stack else args[:1])
         if _can_combine(norms):
@@ -79,7 +77,6 @@ class LocalNorm(Tensor):
                     # The norm of norms of equal order is the norm of all elements.
                     here = torch.linalg.vector_norm(*args, **kwargs)
                     return norms[0].reduce(here)
-        # All other functions need the values.
         with torch._C.DisableTorchFunctionSubclass():
             args = _reduce_all(args)
             kwargs = _reduce_all(kwargs)
@@ -104,14 +101,12 @@ class LocalNorm(Tensor):
 
 
 def norm_of_slices(slices: Sequence[Tensor], power: float, group: Any) -> LocalNorm:
-    """Return the norm of a gradient's slices on this rank, which must not be empty."""
     norms = [_norm_of_one(each, power) for each in slices]
     here = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), power)
     return _as_local_norm(here, power, group)
 
 
 def _norm_of_one(elements: Tensor, power: float) -> Tensor:
-    """Return the norm of a slice; 0 for an empty slice."""
     if power == 2:
         return norm(elements)  # reads the memory a single time
     if not elements.numel():  # the maximum norm would raise an error
@@ -137,7 +132,6 @@ def _can_combine(norms: list[Any]) -> TypeGuard[list[LocalNorm]]:
 
 
 def _reduce_all(value: Any) -> Any:
-    """Reduce all local norms in the arguments of a function over the ranks."""
     if isinstance(value, LocalNorm):
         return value.reduce(value)
     if isinstance(value, list | tuple):
@@ -168,7 +162,7 @@ class ShardedGradient(Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> ShardedGradient:
-        """Create a tensor without memory that has the parameter's shape and refers to slices."""
+        """Create a tensor of the parameter's shape that refers to slices, without memory."""
         shell: ShardedGradient = Tensor._make_wrapper_subclass(
             cls,
             param.size(),
@@ -200,7 +194,6 @@ class ShardedGradient(Tensor):
         self.zeroed = other.zeroed
 
     def parts(self) -> list[Tensor]:
-        """Return all tensors of the gradient on this rank."""
         parts = list(self.slices)
         if self.local is not None:
             parts.append(self.local)
@@ -236,7 +229,6 @@ class ShardedGradient(Tensor):
         return not _is_large(other)
 
     def mapped(self, func: Callable[..., Tensor], others: Sequence[Any]) -> ShardedGradient:
-        """Apply an elementwise function to this and other sharded tensors or scalars."""
         done = []
         for number, part in enumerate(self.parts()):
             rest = [o.parts()[number] if isinstance(o, ShardedGradient) else o for o in others]
@@ -356,7 +348,6 @@ FOREACH = {aten._foreach_zero_, aten._foreach_mul_, aten._foreach_div_, aten._fo
 
 
 def _norm_of(grad: Tensor, power: float) -> Tensor:
-    """Return the norm of a gradient; a local norm if sharded."""
     if isinstance(grad, ShardedGradient):
         return grad.local_norm(power)
     plain: Tensor = torch.linalg.vector_norm(grad, power)
@@ -374,7 +365,6 @@ def _is_large(argument: object) -> bool:
 
 
 def _apply_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Apply a foreach operation. List arguments have an element per gradient."""
     for number, grad in enumerate(args[0]):
         own = [[a[number]] if isinstance(a, list | tuple) else a for a in args[1:]]
         parts = [grad]
@@ -386,7 +376,6 @@ def _apply_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def local_parts(grad: Tensor) -> list[Tensor]:
-    """Return this rank's tensors of a gradient: slices, the shard of a DTensor, or the gradient."""
     if isinstance(grad, ShardedGradient):
         return [elements for elements in grad.slices if elements.numel()]
     return [local_shard(grad)]

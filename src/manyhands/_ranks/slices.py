@@ -5,7 +5,7 @@ The cuts of equal slices are a range.
     reduce_scatter_slices   input: a bucket per rank; output: the sum of this rank's slices
     all_gather_slices       input: a slice per rank; output: the full bucket
 
-Both start the exchange and return pending work. The backend determines the collective:
+The backend determines the collective:
 
               equal slices      uneven slices         sums in a wider dtype (half precision)
     NCCL      reduce_scatter    a reduce per owner    all_to_all, summed locally in float32
@@ -16,14 +16,13 @@ Both start the exchange and return pending work. The backend determines the coll
 Memory: the bucket, until sent. With gloo also a row per other rank, of the length of our slice,
 until `PendingReduceScatter.mean` has added the rows.
 
-**`SharedMemory`** performs the same exchange between ranks of a host without sending bytes. Each
-rank creates a file in memory, and the other ranks map it. A one-element all_reduce is the barrier
-(a bucket is full, a step is complete, all data was read). It also orders memory accesses across
-processors.
+**`SharedMemory`** exchanges slices between ranks of a host without sending bytes. Each rank creates
+a file in memory, which the other ranks map. A one-element all_reduce is the barrier. It also orders
+memory accesses across processors.
 
-Ranks write their buckets to a *ring*, which has two buffers per bucket in flight. When a rank
-finishes bucket q, all other ranks have filled bucket q, and have therefore finished all buckets
-that were no longer in flight at that time.
+Ranks write buckets to a *ring* with two buffers per bucket in flight. When a rank finishes bucket
+q, all other ranks have filled bucket q, and have therefore finished the buckets before those in
+flight.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def reduce_scatter_slices(
 ) -> PendingReduceScatter:
     """Start to send every slice of `bucket` to the owner, which sums the slices.
 
-    `into` is memory for the sum. Do not modify `into` and `bucket` before the sum is computed.
+    Do not modify `bucket` and `into`, the memory for the sum, before the sum is computed.
     """
     own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
     summed_as_sent = bucket.dtype == accumulation_dtype(bucket.dtype)
@@ -140,10 +139,7 @@ def _send_by_pairs(
 
 
 def partners(ranks: RankIdentity) -> Iterator[tuple[int, int]]:
-    """Yield (destination, source) for each turn of an exchange between pairs of ranks.
-
-    In each turn, every rank sends to a single rank and receives from a single rank.
-    """
+    """Yield (destination, source) for each turn of an exchange between pairs of ranks."""
     for distance in range(1, ranks.size):
         yield (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size
 
@@ -170,7 +166,7 @@ def reduce_scatter(total: Tensor, bucket: Tensor, **options: Any) -> Any:
 
 
 class SharedMemory:
-    """Memory of the ranks of a host that all ranks can read. Call every method on every rank."""
+    """Memory that all ranks of a host can read. Call every method on every rank."""
 
     def __init__(self, workers: RankIdentity) -> None:
         self._workers = workers
@@ -199,11 +195,9 @@ class SharedMemory:
         )
 
     def _reads_the_others(self) -> bool:
-        """Return whether every rank can read numbers in the memory of all ranks."""
         tensors, problem = self._open_all(1, torch.int64)
         if problem:
             return False
-        # Seven random bytes fit an int64.
         token = int.from_bytes(os.urandom(7), "little")
         tensors[self._workers.rank].fill_(token)
         tokens = self._workers.all_gather_text(str(token))
@@ -211,7 +205,7 @@ class SharedMemory:
         return "False" not in self._workers.all_gather_text(str(same))
 
     def empty(self, size: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return a new tensor per rank, in rank order. A rank must write to its own tensor only."""
+        """Return a new tensor per rank, in rank order. A rank must only write to its tensor."""
         tensors, problem = self._open_all(size, dtype)
         if problem:
             raise RuntimeError(
@@ -220,7 +214,6 @@ class SharedMemory:
         return tensors
 
     def _open_all(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], str]:
-        """Return a tensor per rank, and the first problem of all ranks ("": none)."""
         problem = ""
         path = ""
         tensors = []
@@ -303,8 +296,6 @@ class DeferredBarrier:
 
 @dataclass
 class SharedMemoryReduceScatter:
-    """A pending reduce_scatter in shared memory."""
-
     slices: list[Tensor]  # our slice of each rank's bucket
     barrier: dist.Work
     sent: Tensor  # our bucket before the copy
@@ -320,13 +311,11 @@ class SharedMemoryReduceScatter:
 
 
 def check_on_cpu(device: torch.device) -> None:
-    """Raise a ValueError unless parameters on this device can use shared memory."""
     if device.type != "cpu":
         raise ValueError(f"shared_memory=True is for parameters on the CPU, got {device}.")
 
 
 def _host_identity() -> str:
-    """Return an identifier of this host and PID namespace; "" if memory cannot be shared."""
     if not hasattr(os, "memfd_create"):
         return ""
     try:

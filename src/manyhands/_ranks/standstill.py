@@ -1,8 +1,8 @@
-"""Detect a thread that stands still, and the line in which it waits.
+"""Detect a thread that stands still, with the line in which it waits.
 
-A thread that waits for other ranks uses no processor time, nor does the rest of its process (gloo's
-threads sleep as well). Computing threads use processor time, as do threads that wait for a GPU,
-because CUDA polls. A stack alone is not sufficient, because a loop is often seen in the same line.
+A process that waits for other ranks uses no processor time: gloo's threads sleep. CUDA polls, so a
+process that waits for a GPU uses processor time. A stack alone is not sufficient, because a loop is
+often seen in a single line.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Standstill:
         self._used_by_thread, self._used_by_process = self._times()
 
     def look(self) -> float:
-        """Return for how long the thread has been idle, based on all looks."""
         now = time.monotonic()
         passed = now - self._looked
         thread, process = self._times()
@@ -64,7 +63,6 @@ class Standstill:
         return now - self._since
 
     def place(self) -> str:
-        """Return the user's line in which the thread waits for other ranks, or ""."""
         frame = sys._current_frames().get(self.thread)
         while frame is not None and _module_of(frame).partition(".")[0] in sys.stdlib_module_names:
             frame = frame.f_back  # such as an event or a lock
@@ -72,7 +70,9 @@ class Standstill:
             return ""
         while frame.f_back is not None and is_passed_over(frame):
             frame = frame.f_back
-        return _describe_line(frame)
+        path = frame.f_code.co_filename
+        code = linecache.getline(path, frame.f_lineno).strip() or f"{frame.f_code.co_name}()"
+        return f"{code} ({os.path.basename(path)}, line {frame.f_lineno})"
 
     def _times(self) -> tuple[float, float]:
         """Return the processor time of the thread and of the process, in seconds."""
@@ -82,10 +82,3 @@ class Standstill:
 
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def _describe_line(frame: FrameType) -> str:
-    """Return text such as "loss.backward() (train.py, line 31)"."""
-    path = frame.f_code.co_filename
-    code = linecache.getline(path, frame.f_lineno).strip() or f"{frame.f_code.co_name}()"
-    return f"{code} ({os.path.basename(path)}, line {frame.f_lineno})"

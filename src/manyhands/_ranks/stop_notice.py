@@ -1,9 +1,8 @@
 """Record a request to stop this process.
 
-Requests come from signals, a file or engines (`engines/_stopping.py`). Ranks receive a request at
-different times or not at all, so ranks do not act alone: scaling rules send the flag with the
-numbers of each step, blocks send the flag with each sync round, and `mh.stopping` otherwise asks
-the other ranks.
+Requests come from signals, a file or engines (`engines/_stopping.py`), at different times on each
+rank. So ranks do not act alone: scaling rules send the flag with the numbers of each step, blocks
+with each sync round, and `mh.stopping` otherwise asks the other ranks.
 """
 
 from __future__ import annotations
@@ -44,11 +43,9 @@ class StopNotice:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until this process may be killed."""
         return max(0.0, self.given_at + self.grace - time.monotonic())
 
     def clear(self) -> None:
-        """Forget the request, for a process that trains again."""
         self.reason = ""
         self.read = False
         self._looked_at = -LOOK

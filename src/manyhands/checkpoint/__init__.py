@@ -1,7 +1,6 @@
 """Save and load runs on any number of ranks, under any sharding.
 
-This file contains `save`, `load` and the thread of an asynchronous save. A save passes through the
-other files in this order. A load goes through these stages from files to objects.
+A save passes through the other files in this order:
 
     _writing.py  _reading.py  the steps of a save and of a load
     _model.py                 a model's tensors, under the names of the plain model
@@ -9,7 +8,7 @@ other files in this order. A load goes through these stages from files to object
     _values.py                the user's values as JSON
     _handover.py              states that foreign code loads and may refuse
     _format.py                the layout of data files and of the commit; the writer
-    _commit.py  _json.py      read a commit and compare it with the declared types
+    _commit.py                read a commit and compare it with the declared types
     _reader.py                read slices of tensors
     _folder.py                folders: atomic commits, locks, no links
     _cloud.py                 buckets
@@ -82,7 +81,7 @@ _pending: Saving | None = None
 
 
 def wait_for_pending() -> None:
-    """Wait for the last asynchronous save. Raise the error if the script has not called `wait`."""
+    """Wait for the last asynchronous save."""
     if _pending is not None:
         _pending.wait()
 
@@ -101,7 +100,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     **values: object,
 ) -> Saving:
-    """Save a run as a new checkpoint in the folder `path`. Call it on every rank.
+    """Save a run as a new checkpoint in the folder `path`. Call this function on every rank.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -112,35 +111,31 @@ def save(
     >>> mh.load("run", model=model, optimizer=optimizer)
     {'step': 100, 'best_loss': 0.25}
 
-    Each rank writes its slices into a separate file, without gathering. State is stored by
-    parameter name, so `load` works on any number of ranks and under any sharding. A checkpoint
-    appears only when complete: if the run is killed or the disk is full, the previous checkpoint
-    remains.
-
-    The checkpoint includes the random generators of every rank, and the values of rank 0.
+    Each rank writes slices into a separate file, without gathering. `load` works on any number of
+    ranks and under any sharding. A checkpoint appears only when complete: if the run is killed or
+    the disk is full, the previous checkpoint remains. It includes the random generators of every
+    rank. Values are saved from rank 0.
 
     Args:
-        path: a folder that all ranks share, or a URL such as `s3://bucket/run`. Each save creates a
-            folder in `path`.
+        path: a folder that all ranks share, or a URL such as `s3://bucket/run`.
         model: the model, wrapped or not.
         optimizer: a torch optimizer, an `OSS`, a scaling rule or blocks around an optimizer, or a
             list of optimizers. Save blocks at a sync round: call `synchronize()` on every rank
             first.
         scheduler: a learning rate scheduler, or a list.
-        step: the number of steps so far. The checkpoint's name includes it, and `load` returns it.
+        step: the number of steps so far, for the checkpoint's name and the result of `load`.
         keep: the number of newest checkpoints to keep, including this one. None keeps all.
         wait: False copies the state, returns, and writes the files in a thread. The checkpoint is
             complete when `Saving.wait()` returns. The next `save` or `load` waits for the thread.
         frozen: False omits model parameters with `requires_grad=False`, such as the base model
-            under adapters. `load` leaves these parameters unchanged: load them from their original
-            source.
+            under adapters. `load` does not change these parameters.
         process_group: the ranks that share the run. Default: all ranks.
         **values: other state of the run: tensors, numbers, strings, lists, dicts, modules, and
             objects with `state_dict` and `load_state_dict`.
     """
     global _pending
     wait_for_pending()
-    # Checked before any collective: an error on a single rank must not leave other ranks waiting.
+    # Before any collective: an error on a single rank must not leave other ranks waiting.
     if keep is not None:
         keep = arguments.whole("keep", keep, 1, "None keeps all.")
     if step is not None:
@@ -171,7 +166,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     **values: object,
 ) -> dict[str, Any]:
-    """Continue from a checkpoint and return the saved values. Call it on every rank.
+    """Load a checkpoint and return the saved values. Call this function on every rank.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -182,28 +177,25 @@ def load(
     >>> values["epoch"], values["scaler"] is scaler
     (3, True)
 
-    `path` is the folder passed to `save`, from which the newest complete checkpoint is loaded, or
-    the folder of a single checkpoint. The number of ranks and the sharding may differ from the
-    save: each rank reads the slices that it needs.
+    The number of ranks or the sharding may differ from the save: each rank reads only slices that
+    this rank needs.
 
     The result contains the saved values and, if `save` received a step, `"step"`. To load an object
-    in place, pass it under the saved name; it needs a `load_state_dict`. If it is not passed, the
-    result contains its state dict.
+    in place, pass the object under the saved name; it needs a `load_state_dict`. For objects that
+    are not passed, the result contains state dicts.
 
-    With an optimizer, the random generators continue too: rank r restores the generators of the
-    saved rank r, if there was one. Without an optimizer, for example in an evaluation, they do not
-    change.
+    With an optimizer, rank r also restores the random generators of the saved rank r, if it exists.
+    Without an optimizer, for example in an evaluation, random generators do not change.
 
     A worker that joins a running crew receives the model, the outer state, the counters of the run
-    and the position of its `Cursor` from the crew. This state is newer than any checkpoint, and
-    `load` does not replace it. Everything else comes from the checkpoint, as on the other workers.
-    If the saved step equals the step count of the blocks, `"step"` is `optimizer.steps`.
+    and the position of the `Cursor` from the crew, and `load` does not replace this newer state. If
+    the saved step equals the step count of the blocks, `"step"` is `optimizer.steps`.
 
     If a checkpoint is damaged, incomplete or from a different model or optimizer, or if an object
     refuses its state, every rank raises a ValueError or FileNotFoundError and no state changes.
 
     Args:
-        path: the folder of checkpoints, or a single checkpoint.
+        path: the folder passed to `save`, for the newest checkpoint, or a single checkpoint.
         model: the model to load into, wrapped or not.
         optimizer: the optimizer, or a list as saved.
         scheduler: the scheduler, or a list.
@@ -216,7 +208,6 @@ def load(
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder of checkpoints at a path or URL."""
     path = to_path(path)
     if isinstance(path, UrlPath):
         return Bucket(path)
@@ -224,7 +215,6 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 
 
 def _as_list(argument: Item | Sequence[Item] | None) -> list[Item]:
-    """Return a single object, a sequence of objects or None as a list."""
     if argument is None:
         return []
     if isinstance(argument, list | tuple):

@@ -1,12 +1,17 @@
-"""Read a commit: checksum, format, and locations of tensors.
+"""Read JSON and commits from files that may be forged.
 
-A checksum detects damage, not forgery. `check_form` therefore compares the JSON with the types in
+A checksum detects damage, not forgery. `check_form` therefore compares a commit with the types in
 `_format.py`, and each element of a tensor must occur exactly once in the table
 (`_tensor_parts.py`). Code that looks up names in the commit runs under `Reader.explain`.
+
+A sparse file can claim any length, and unallocated bytes read as zeros. JSON text contains no zero
+bytes. So `read_text` reads blocks of doubling length up to the first zero, and memory is bounded by
+the real data.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import types
 import zlib
@@ -14,14 +19,36 @@ from dataclasses import is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from manyhands.checkpoint import _format
+from manyhands.checkpoint._folder import OpenFile
 from manyhands.checkpoint._format import Commit
-from manyhands.checkpoint._json import parse_json
 from manyhands.checkpoint._tensor_parts import StoredTensor, find_tensors
 
 PATTERN = re.compile(rb'\{"manyhands checkpoint": (\d+), "crc32": "([0-9a-f]{8})",\n"content": ')
 TOKEN = re.compile(r"[\w-]+", re.ASCII)  # names cannot leave the checkpoint's folder
 LATEST = 2.0**36  # seconds: the year 4147
 ADVICE = "Load another checkpoint."
+FIRST = 2**20  # bytes of the first block of a text
+
+
+def read_text(source: OpenFile, start: int, length: int) -> bytes:
+    """Return `length` bytes of text. Raise ValueError if the bytes are missing or not text."""
+    text = bytearray()
+    while len(text) < length:
+        block = bytearray(min(max(FIRST, len(text)), length - len(text)))
+        if source.read_into(start + len(text), memoryview(block)) < len(block):
+            raise ValueError("it ends too early")
+        if b"\0" in block:
+            raise ValueError(f"byte {start + len(text) + block.index(0):,} is not text")
+        text += block
+    return bytes(text)
+
+
+def parse_json(text: bytes | memoryview) -> Any:
+    """Return the value of a JSON text. Raise ValueError if it is not valid."""
+    try:
+        return json.loads(str(text, "utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def parse(raw: bytes, path: object) -> tuple[Commit, dict[str, StoredTensor]]:
@@ -73,6 +100,6 @@ def check_form(value: object, kind: Any) -> None:
             check_form(each, get_args(kind)[1])
     elif origin in (types.UnionType, Union):
         check_form(value, get_args(kind)[0])
-    # The exact type: in Python, True is an int. JSON may write a float without a fraction.
+    # The exact type: in Python, True is an int. JSON may write a float as an integer.
     elif type(value) is not kind and (kind is not float or type(value) is not int):
         raise ValueError(f"{value!r:.80} is not a {kind!s:.80}")

@@ -5,31 +5,25 @@
       index.json                the commit, without which the folder is no checkpoint
     .lock                       locked by the processes that may save here
 
-The commit is written under a temporary name and then renamed; no other file is renamed. So a
-checkpoint appears by a single rename and disappears by a single removal. A killed run leaves a
-folder without a commit. A later save removes such a folder in any of three cases: it belongs to the
-same job, the process that created it has ended, or the last write is older than `OLD` seconds. The
-token contains the marks of the job and of rank 0.
+The commit is written under a temporary name and renamed, so a checkpoint appears by a single rename
+and disappears by a single removal. A killed run leaves a folder with no commit. A later save
+removes such a folder if it belongs to the current job, if the creating process has ended, or if the
+last write is older than `OLD` seconds. The token contains the marks of the job and of rank 0.
 
 Only one job at a time may save here. Rank 0 locks a byte of `.lock` (a POSIX lock) from the first
-save until the process ends. The system releases the lock with the process, so locks never become
-stale. In a crew any worker may save, and the saving worker may die. So all workers share the lock
-of their run (MANYHANDS_RUN), at a byte that is derived from the run's name. A worker that was
-suspended may find that its files were removed. If locks are not available, a conflict is noticed
-when two jobs write the same checkpoint, and each job prunes only the checkpoints that it made.
+save until the process ends. In a crew any worker may save, so all workers share the lock of their
+run (MANYHANDS_RUN), at a byte derived from the run's name. Without locks, a conflict is noticed
+when two jobs write a checkpoint with equal number, and each job prunes only its own checkpoints.
 Readers lock the commit (`flock`), which prevents pruning.
 
-**Which processes have ended?** Some file systems hide locks from other hosts. A process also loses
-a POSIX lock when it closes any descriptor of the file. Rank 0 therefore takes a second lock on
-`.lock`, a `flock`. With both locks it writes its mark, the kernel and the device into the file. If
-a later process takes both locks and finds the same kernel and device, the earlier process has lost
-both, so it has ended, even if it ran in a different container of this machine. Processes on other
-hosts are never assumed to have ended.
+**Which processes have ended?** Some file systems hide locks from other hosts, and a process loses a
+POSIX lock when it closes any descriptor of the file. Rank 0 therefore also takes a `flock` on
+`.lock`, and writes its mark, the kernel and the device into the file. If a later process takes both
+locks and finds an equal kernel and device, the earlier process has ended, in any container of this
+machine. Processes on other hosts are never assumed to have ended.
 
 A folder may be a download. So links inside are not followed, and only regular files are opened: no
-pipes, which would hang, and no devices. The user's path itself may be a link.
-
-`Folder` is in the file system, `Bucket` (`_cloud.py`) in a bucket.
+pipes, which would hang, and no devices. The user's path may be a link.
 """
 
 from __future__ import annotations
@@ -97,12 +91,11 @@ def to_path(path: str | os.PathLike[str]) -> Path:
 
 
 def new_token() -> str:
-    """Return a unique text for the file names of a save."""
     return f"{job_mark()}-{process_mark()}-{uuid.uuid4().hex[:8]}"
 
 
 def process_mark() -> str:
-    """Return the mark of this process. A forked process has a different mark."""
+    """Return the mark of this process, which differs from the mark of a forked process."""
     return _digest(f"{_process} {os.getpid()}")
 
 
@@ -120,7 +113,6 @@ def _digest(text: str) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return the number of a checkpoint, or 0 if the name is not a checkpoint's."""
     found = PATTERN.fullmatch(name)
     if found is None:
         return 0
@@ -135,7 +127,6 @@ class Folder:
         self._locked = False  # whether this job has the lock
 
     def list_complete(self) -> list[str]:
-        """Return the names of complete checkpoints, oldest first."""
         # Sorted by number, not by step: a run may return to an earlier step.
         names = [name for name in self.names() if number_of(name) and self.has_commit(name)]
         return sorted(names, key=lambda name: (number_of(name), name))
@@ -177,23 +168,20 @@ class Folder:
         return number or last + 1
 
     def _may_remove(self, name: str) -> bool:
-        """Return whether a folder has no commit and is ours, of an ended process, or old."""
         if self.has_commit(name) or self.is_link(name):
             return False
         if self.age(name) > (OLD if self.sizes(name) else MADE):
             return True
-        return self._is_ours(name) or self._has_ended(name)
+        if self._is_ours(name):
+            return True
+        if not self._locked:
+            return False
+        # The second to last part of a token is the mark of the process.
+        makers = {file.rpartition("-")[0].rpartition("-")[2] for file in self.sizes(name)}
+        return bool(makers) and makers <= set(_ended.get(self.path.resolve() / LOCK, ()))
 
     def _is_ours(self, name: str) -> bool:
         return any(f"-{job_mark()}-" in file for file in self.sizes(name))
-
-    def _has_ended(self, name: str) -> bool:
-        """Return whether the processes that created a checkpoint have ended."""
-        if not self._locked:
-            return False
-        # The second to last part of a token: see `new_token`.
-        makers = {file.rpartition("-")[0].rpartition("-")[2] for file in self.sizes(name)}
-        return bool(makers) and makers <= set(_ended.get(self.path.resolve() / LOCK, ()))
 
     @staticmethod
     def name_of(number: int, step: int | None) -> str:
@@ -226,10 +214,7 @@ class Folder:
     # -- replaced by `Bucket` ------------------------------------------------
 
     def lock(self, run: str | None = None) -> bool:
-        """Lock the folder for this run. Return False if locks are not available.
-
-        `run` is the run's name if no variable contains it.
-        """
+        """Lock the folder. Return False without locks. `run` is the name if no variable has it."""
         self.path.mkdir(parents=True, exist_ok=True)
         return take_lock(self.path, os.environ.get(RUN_VARIABLE) or run)
 
@@ -247,13 +232,12 @@ class Folder:
         return (self.path / name).is_symlink()
 
     def behind_link(self) -> Folder:
-        """Return the same folder: the user may name a link, but nothing inside may be one."""
+        """Return the target if the user's path is a link."""
         if self.is_link(""):
             return Folder(Path(os.path.realpath(self.path)))
         return self
 
     def check_is_folder(self) -> None:
-        """Raise an error that explains why the path is not a folder of checkpoints."""
         if not self.path.exists():
             raise FileNotFoundError(
                 f"{self.path} does not exist. Pass the path that mh.save received."
@@ -262,13 +246,11 @@ class Folder:
             raise ValueError(f"{self.path} is a file, but a checkpoint of manyhands is a folder.")
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file of a checkpoint."""
         with contextlib.suppress(OSError), os.scandir(self.path / name) as files:
             return {each.name: each.stat(follow_symlinks=False).st_size for each in files}
         return {}
 
     def age(self, name: str) -> float:
-        """Return the seconds since the last write to a checkpoint."""
         paths = [self.path / name, *(self.path / name / file for file in self.sizes(name))]
         return time.time() - max(os.lstat(path).st_mtime for path in paths)
 
@@ -287,7 +269,6 @@ class Folder:
         return OpenFile(self.path / name / file)
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, starting with the commit."""
         path = self.path / name
         (path / COMMIT).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
@@ -299,7 +280,6 @@ class Folder:
             (self.path / name).rmdir()
 
     def publish(self, name: str, token: str, commit: bytes) -> None:
-        """Write the commit, which completes a checkpoint."""
         folder = self.path / name
         with self.create(name, f".{COMMIT}-{token}") as file:
             file.write(memoryview(commit))
@@ -325,7 +305,6 @@ class DryFolder(Folder):
 
 
 def sync(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -345,9 +324,7 @@ _ended: dict[Path, Sequence[str]] = {}  # marks of ended processes by lock file
 
 
 def take_lock(folder: Path, run: str | None) -> bool:
-    """Lock a folder for this run until all processes of the run have ended."""
-    # Returns False if the file system has no locks. Raises RuntimeError if another job has the
-    # lock.
+    """Lock a folder until all processes of this run have ended. Return False without locks."""
     if fcntl is None:
         return False
     path = folder.resolve() / LOCK
@@ -387,7 +364,7 @@ def _is_file_at(file: int, path: Path) -> bool:
 def _lock_for(file: int, run: str | None) -> bool:
     """Lock this run's byte in the file. Return False if any other byte is locked."""
     # `lockf`, not `flock`: a forked child must not inherit the lock. Processes of a named run share
-    # a byte. An unnamed job has a single saving process, so its lock is exclusive.
+    # a byte; the lock of an unnamed job is exclusive.
     name = run or f"{_process} {socket.gethostname()} {os.getpid()}"
     place = 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     kind = fcntl.LOCK_SH if run else fcntl.LOCK_EX
@@ -406,7 +383,6 @@ def _lock_for(file: int, run: str | None) -> bool:
 
 
 def _read_holder(file: int) -> dict[str, Any]:
-    """Return the record of the process that last took the lock, or {} if it is not valid."""
     try:
         holder = json.loads(os.pread(file, 2 * TEXT, 0))
     except ValueError:  # not written yet
@@ -450,8 +426,8 @@ def _kernel_and_device(file: int) -> str:
     except OSError:  # not on Linux
         return ""
     device = os.fstat(file).st_dev
-    # A disk belongs to a single kernel. Network file systems have device number 0 on all hosts, and
-    # copies of a running virtual machine share the boot id, so the host name is added.
+    # Network file systems have device number 0 on all hosts, and copies of a running virtual
+    # machine share the boot id, so the host name is added.
     host = "" if os.major(device) else socket.gethostname()
     return f"{boot} {device} {host}"
 
@@ -466,8 +442,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def open_descriptor(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file."""
-    # Raises FileNotFoundError for a missing file, and ValueError for anything but a regular file.
+    """Return a descriptor. Raise ValueError unless the path is a regular file."""
     try:
         file = os.open(path, flags | ALWAYS, 0o666)
         # Check the descriptor: the path may refer to a different file by now.
@@ -481,22 +456,18 @@ def open_descriptor(path: Path, flags: int = os.O_RDONLY) -> int:
     raise ValueError(f"{path} is not a regular file (links are not followed). Copy the file here.")
 
 
-# Unbuffered: tensors are read and written in large blocks of their own memory.
-
-
 class OpenFile:
-    """A regular file that is open for reading."""
+    """A regular file, open for reading, unbuffered."""
 
     def __init__(self, path: Path) -> None:
         self._file = FileIO(open_descriptor(path), "r")
         self.size = os.fstat(self._file.fileno()).st_size
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Prepare to read these ranges twice: for the checksums and for the data."""
-        # The page cache serves the second read.
+        """Do nothing: the page cache serves the second read."""
 
     def read_into(self, start: int, view: memoryview) -> int:
-        """Fill the view with bytes from `start` on. Return the number of bytes read."""
+        """Read bytes from `start` on into the view. Return the number of bytes."""
         self._file.seek(start)
         done = 0
         while done < len(view) and (count := self._file.readinto(view[done:])):
@@ -519,7 +490,7 @@ class OpenFile:
 
 
 class NewFile:
-    """A new file, written sequentially."""
+    """A new file, written sequentially, unbuffered."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -535,6 +506,5 @@ class NewFile:
         self._file.close()
 
     def discard(self) -> None:
-        """Close and remove the file."""
         self._file.close()
         self.path.unlink(missing_ok=True)

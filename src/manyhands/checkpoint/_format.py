@@ -1,16 +1,14 @@
 """Write the files of a checkpoint.
 
-**Data files** are safetensors files. Each rank writes a file block by block, so it need not fit in
-memory.
+**Data files** are safetensors files, written block by block.
 
     8 bytes          length of the header
     header           JSON: type, shape, and first and last byte of each tensor
     the tensors      in the order of the header, without gaps
 
-The safetensors package writes only tensors that are all on the CPU at the same time, and does not
-wait for the disk. Otherwise the files are alike. Our files end with a tensor `CHECKS`, which has a
-CRC-32 for every 16 KiB of the other tensors. So a reader can verify a part of a tensor, and the
-writer does not return to the header.
+The safetensors package needs all tensors on the CPU at the same time, and does not wait for the
+disk. Our files end with a tensor `CHECKS`, which has a CRC-32 for every 16 KiB of the other
+tensors. So a reader can verify a part of a tensor. The writer does not return to the header.
 
 The name of a tensor in a file is the key of the full tensor, followed by the offsets for a slice.
 
@@ -29,10 +27,10 @@ The name of a tensor in a file is the key of the full tensor, followed by the of
     {"manyhands checkpoint": 2, "crc32": "....",
      "content": {...}}
 
-It contains the location of each tensor. Tensors that are split evenly along a dimension, as by
-`fully_shard`, are in a *grid*: a common description of all tensors with the same split, and the
-file of each piece. So the size of the commit grows with tensors plus ranks, not with their product.
-Other slices are listed individually.
+It locates each tensor. Tensors split evenly along a dimension, as by `fully_shard`, are in a
+*grid*: a common description of all tensors with equal split, plus the file of each piece. So the
+size of the commit grows with tensors plus ranks, not with their product. Other slices are listed
+individually.
 """
 
 from __future__ import annotations
@@ -82,6 +80,8 @@ class TensorEntry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    start: int = 0  # the first byte in a file that is read
+    first_sum: int = 0  # the index of the first checksum
 
     @property
     def nbytes(self) -> int:
@@ -104,10 +104,10 @@ def write(
     *,
     checked: bool = True,
 ) -> list[int]:
-    """Write a new file. Return when it is on disk.
+    """Write a new file to disk. Return the sizes of file and head, with a checksum.
 
-    `get_tensor` is called for each entry in turn, so only a single tensor is in memory. Returns the
-    sizes of the file and of its head, and the checksum of the head and of `CHECKS`.
+    `get_tensor` is called for each entry in turn, so only a single tensor is in memory. The
+    checksum covers the head and `CHECKS`.
     """
     if sys.byteorder != "little":  # tensors are written as stored in memory
         raise RuntimeError("checkpoints can only be written on little-endian machines.")
@@ -149,7 +149,7 @@ def write(
 
 
 class Checksums:
-    """The CRC-32 of each `CHECKED` bytes of a tensor, which is added in pieces of any length."""
+    """The CRC-32 of each `CHECKED` bytes of a tensor that is added in pieces of any length."""
 
     def __init__(self) -> None:
         self.found = bytearray()
@@ -166,7 +166,6 @@ class Checksums:
                 self.end()
 
     def end(self) -> None:
-        """Complete the current checksum."""
         if self._length:
             self.found += self._crc32.to_bytes(4, "little")
             self._crc32 = 0
@@ -188,18 +187,14 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def is_stored_as_is(tensor: Tensor) -> bool:
-    """Return whether the bytes in memory are the tensor's numbers.
-
-    For a lazy conjugate or negative view, memory has different numbers, which torch converts when
-    it reads or writes the tensor.
-    """
+    """Return whether the bytes in memory are the tensor's numbers: not for lazy views."""
     return not (tensor.is_conj() or tensor.is_neg())
 
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, which must outlive the result."""
     assert tensor.is_contiguous() and is_stored_as_is(tensor)
-    # With ctypes: numpy is not a dependency, and has no bfloat16.
+    # numpy is not a dependency, and has no bfloat16.
     memory = ctypes.c_ubyte * tensor.nbytes
     return memoryview(memory.from_address(tensor.data_ptr())).cast("B")
 
@@ -226,8 +221,6 @@ StateMeta = TypedDict("StateMeta", {"class": str, "state": Json})  # a scheduler
 
 
 class GroupMeta(TypedDict):
-    """A parameter group."""
-
     names: list[str]
     options: Json
 
@@ -252,8 +245,6 @@ class OptimizerMeta(ReplicaMeta, _ClassMeta):
 
 
 class Versions(TypedDict):
-    """The versions of the libraries that wrote a checkpoint."""
-
     manyhands: str
     torch: str
 
@@ -282,7 +273,6 @@ class Commit:
         return sum(nbytes for nbytes, _, _ in self.files)
 
     def to_text(self) -> str:
-        """Return the text of the commit, with a checksum."""
         # JSON has no NaN; `_values.py` encodes NaN as text.
         text = json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
         return HEAD.format(VERSION, zlib.crc32(text.encode())) + text + "}\n"
@@ -313,7 +303,6 @@ class Contents:
         self.tensors[key] = parts
 
     def put(self, key: str, tensor: Tensor) -> str:
-        """Add a tensor of this rank. Return the key."""
         self.add(key, to_parts(tensor))
         return key
 

@@ -1,14 +1,12 @@
-"""Pass saved states to code that may refuse a state, so that a refusal changes nothing.
+"""Pass saved states to code that may refuse a state, and undo after a refusal.
 
-The `load_state_dict` of a scaler, a scheduler or a user's object, and a module's `set_extra_state`,
-may refuse a state, and only the call shows it. So these are called first, while the model and the
-optimizer are unchanged (`ForeignStates`). If a later step fails on any rank, each object is
-restored.
+The `load_state_dict` of a scaler, a scheduler or a user's object, or a module's `set_extra_state`,
+may refuse a state. So these are called before model and optimizer change (`ForeignStates`), and
+restored if a later step fails on any rank.
 
-An optimizer receives its state last, after its tensors and the model are filled. At that point
-torch's optimizers must not fail. `check_continues` therefore tries the state earlier, on a copy of
-the optimizer with a few elements. For other optimizers, all memory that will be filled is copied
-first (`take_snapshot`).
+An optimizer receives the state last, after its tensors and the model are filled. `check_continues`
+tries the state earlier, on a copy of a torch optimizer with a few elements. For other optimizers,
+all memory to be filled is copied first (`take_snapshot`).
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def explain_refusal(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ForeignState:
-    """A state that foreign code loads: how to read the present state and set the new state."""
+    """A state that foreign code loads, with methods to read and set the object's state."""
 
     name: str
     get: Callable[[], object]
@@ -65,8 +63,6 @@ class ForeignState:
 
 
 class ForeignStates:
-    """States that foreign code loads, in order."""
-
     def __init__(self) -> None:
         self.states: list[ForeignState] = []
         self._before: list[tuple[ForeignState, object]] = []
@@ -103,11 +99,7 @@ def check_continues(
     options: Sequence[Mapping[str, object]],
     entries: Sequence[tuple[str, OptimizerStatePart, Mapping[str, object]]],
 ) -> bool:
-    """Raise ValueError if torch's optimizer cannot step from a state. Return False if unknown.
-
-    `options` are the options of each group. `entries` are names of parameters, positions and
-    states.
-    """
+    """Raise ValueError if torch's optimizer cannot step from a state. Return False if unknown."""
     plain: Optimizer | None = plain_optimizer(optimizer)
     if plain is None:  # this rank has no parameters
         return True
@@ -121,7 +113,6 @@ def check_continues(
     for name, part, state in entries:
         number = group_of[part.index]
         sketch = _sketch(part.like, state)
-        # Equal parameters are tried once.
         signature = (number, repr({**state, **sketch}))
         if signature in tried:
             continue
@@ -199,7 +190,6 @@ def restore_types(held: dict[str, object], entries: Mapping[str, object]) -> Non
 
 
 def has_foreign_loading(optimizer: Optimizer) -> bool:
-    """Return whether loading the state runs user code."""
     for each in _loading_optimizers(optimizer):
         if each._optimizer_load_state_dict_pre_hooks or each._optimizer_load_state_dict_post_hooks:
             return True
@@ -214,7 +204,7 @@ def _module_of(method: object) -> str:
 
 
 def _loading_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that load a state, including an optimizer inside a sharded one."""
+    """Return the optimizers that load a state."""
     plain = plain_optimizer(optimizer)
     return optimizers_in(optimizer) if plain is optimizer else [optimizer, plain]
 

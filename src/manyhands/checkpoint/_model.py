@@ -46,7 +46,6 @@ class ModelNames:
         return [name, *(other for other, first in self.aliases.items() if first == name)]
 
     def leave_out_frozen(self) -> None:
-        """Omit frozen parameters."""
         for name, param in list(self.params.items()):
             if not param.requires_grad:
                 for each in self.all_of(name):
@@ -119,7 +118,6 @@ def describe_config(model: nn.Module) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return the first names in quotes, followed by the number of further names."""
     text = ", ".join(map(repr, names[:8]))
     if len(names) > 8:
         text += f" and {len(names) - 8} more"
@@ -131,15 +129,14 @@ def list_names(names: Sequence[str]) -> str:
 
 def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMeta:
     """Add this rank's tensors to the contents. Return the model's description as JSON."""
-    # Every rank writes a share of the parameters. Buffers are saved from rank 0, as in
-    # DistributedDataParallel.
+    # Buffers are saved from rank 0, as in DistributedDataParallel.
     for name, tensor in names.params.items():
         contents.add(f"{prefix}/{name}", to_parts(tensor, contents.savers))
     for name, tensor in names.buffers.items():
         contents.put_of_first(f"{prefix}/{name}", tensor)
     extras = {}
     for name, module in names.extras.items():
-        # Called on every rank, because the module may use collectives.
+        # On every rank: the module may use collectives.
         state = module.get_extra_state()
         extras[name] = encode(state, f"{prefix}/{name}", contents.put_of_first)
     return {
@@ -164,8 +161,6 @@ def match_model(
     received = received_tensors()  # from a crew: newer than any checkpoint
     for name, tensor in names.tensors.items():
         shape = tuple(tensor.shape)
-        # For a tied tensor any name may be the saved one: classes may register names in a different
-        # order.
         known = [other for other in names.all_of(name) if other in saved]
         if not known:
             before = left_out.get(name)
@@ -181,12 +176,10 @@ def match_model(
         elif not can_convert(stored.torch_dtype, tensor.dtype):
             wrong.append(f"{name!r} is {stored.dtype} in the checkpoint and {tensor.dtype} here")
         elif id(tensor) not in received:
-            # Tensors may be tied in the checkpoint but separate here.
             targets[key] = to_parts(tensor).merge(targets.get(key))
     unexpected = {*saved, *left_out} - {*names.tensors, *names.aliases}
     missing += names.extras.keys() - meta["extras"].keys()
     unexpected |= meta["extras"].keys() - names.extras.keys()
-    # A single message with all problems, which often have a common cause.
     problems = wrong[:8]
     if unexpected:
         problems.insert(0, f"only the checkpoint has {list_names(sorted(unexpected))}")
@@ -205,5 +198,4 @@ def match_model(
 
 
 def can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
-    """Return whether tensors of the saved type may be loaded as the type here."""
     return saved == here or (saved.is_floating_point and here.is_floating_point)

@@ -1,15 +1,14 @@
 """Save an optimizer's state by parameter name, and load it under any sharding.
 
-`_format.OptimizerMeta` describes an optimizer in the commit, without the state. The names of stored
-tensors show the entries of each parameter. An entry of the parameter's shape may be split into
-slices on several ranks. Other entries are complete on each rank that has them, and the rank with
-the parameter's first element writes the entry. Entries other than tensors are stored as JSON in a
-tensor of bytes.
+`_format.OptimizerMeta` describes an optimizer in the commit. The names of stored tensors show the
+entries of each parameter. An entry of the parameter's shape may be split into slices. Other entries
+are written by the rank with the parameter's first element. Entries other than tensors are stored as
+JSON in a tensor of bytes.
 
-**Replicas.** Under data parallelism all ranks form a single replica: they share an optimizer state,
-complete or sharded. In blocks each replica (a rank, or the ranks of a machine) has a separate
-optimizer state and scaling rule, and a checkpoint stores one per replica. If N replicas were saved,
-replica r of a later run loads the saved replica r modulo N.
+**Replicas.** Under data parallelism all ranks form a single replica with a complete or sharded
+optimizer state. In blocks each replica (a rank, or the ranks of a machine) has a separate optimizer
+state and scaling rule. With N saved replicas, replica r of a later run loads saved replica r modulo
+N.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from manyhands._optimizers.state_parts import (
 )
 from manyhands._optimizers.wrappers import unwrap
 from manyhands._tensors.flat import is_dtensor
-from manyhands.checkpoint._commit import check_form
+from manyhands.checkpoint._commit import check_form, parse_json
 from manyhands.checkpoint._format import (
     OWN,
     Contents,
@@ -56,7 +55,6 @@ from manyhands.checkpoint._handover import (
     explain_refusal,
     restore_types,
 )
-from manyhands.checkpoint._json import parse_json
 from manyhands.checkpoint._model import ModelNames, list_names
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import (
@@ -73,7 +71,6 @@ from manyhands.checkpoint._tensor_parts import (
 from manyhands.checkpoint._values import (
     GetTensor,
     Json,
-    PutTensor,
     decode,
     encode,
     escape,
@@ -95,7 +92,6 @@ class Replica:
 
     @classmethod
     def of(cls, optimizer: Optimizer, savers: Savers) -> Replica:
-        """Find this rank's replica and the number of replicas."""
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Pass "
@@ -114,28 +110,22 @@ class Replica:
         return cls(peers.index(own), len(peers), savers.ranks[0] in peers, layout)
 
     def key_prefix(self, key: str) -> str:
-        """Return the key prefix of tensors that differ between replicas.
-
-        The first replica uses the prefix of a run without blocks, so that checkpoints can be loaded
-        with and without blocks.
-        """
+        """Return the key prefix of tensors that differ between replicas."""
+        # The first replica uses the prefix of a run without blocks, which can load it.
         return key if self.number == 0 else f"{key}/replica.{self.number}"
 
 
 def to_bytes(value: object) -> Tensor:
-    """Return JSON as a tensor of bytes."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def from_bytes(tensor: Tensor) -> Any:
-    """Return the JSON in a tensor of bytes. Raise ValueError if it is not valid."""
     return parse_json(memory_of(tensor))
 
 
 def saved_state(
     tensors: Iterable[str], prefix: str, groups: Sequence[GroupMeta], get: GetTensor
 ) -> dict[str, dict[str, Json]]:
-    """Return the saved entries of each parameter's state as JSON."""
     state: dict[str, dict[str, Json]] = {}
     for group in groups:
         state |= {name: {} for name in group["names"]}
@@ -151,12 +141,10 @@ def saved_state(
 
 
 def saved_options(groups: Sequence[GroupMeta], get: GetTensor) -> list[dict[str, Any]]:
-    """Return the saved options of each group."""
     return [options_of(decode_dict("options of a group", each["options"], get)) for each in groups]
 
 
 def saved_rule(meta: StateMeta, get: GetTensor) -> dict[str, Any]:
-    """Return a scaling rule's state, with gradients by name."""
     state = decode_dict("state of a rule", meta["state"], get)
     if not isinstance(state.get("previous"), dict):
         raise ValueError("the saved state of a rule must have gradients by name.")
@@ -179,8 +167,7 @@ def match_saved(
 ) -> list[SavedOptimizer] | None:
     """Return the saved optimizer for each optimizer here, or None if the numbers differ.
 
-    Optimizers that were saved separately may be loaded into a list in blocks, `DiLoCo([a, b])`, and
-    vice versa.
+    Optimizers that were saved separately load into blocks, `DiLoCo([a, b])`, and vice versa.
     """
     pairs = list(zip(here, replicas, strict=True))
     if len(here) == len(saved):
@@ -217,7 +204,6 @@ def match_saved(
 
 
 def decode_dict(what: str, meta: Json, get: GetTensor) -> dict[str, Any]:
-    """Decode a dict. Raise ValueError for other values."""
     value = decode(meta, get)
     if not isinstance(value, dict):
         raise ValueError(f"the saved {what} must be a dict, got {value!r:.80}.")
@@ -275,8 +261,8 @@ def collect_optimizer(
     root = f"optimizer.{number}"
     prefix = replica.key_prefix(root)
     parts, packed = state_parts(inner)
-    # Without blocks, all ranks have the state of an unsharded optimizer. If an optimizer is sharded
-    # among a subset of ranks, the other subsets have copies.
+    # Without blocks, all ranks have the state of an unsharded optimizer. If a subset of ranks
+    # shards an optimizer, the other subsets have copies.
     everyone = savers if replica.count == 1 else ALONE
     copies = ALONE
     if layers.sharded is not None and everyone.size > 1:
@@ -303,7 +289,12 @@ def collect_optimizer(
         metas.append({"names": members, "options": options})
     rule: Json = None
     if layers.rule is not None:
-        rule = _collect_rule(layers.rule, flat_names, prefix, contents.put)
+        state = layers.rule.scaling_state_dict()
+        # By name, not position: groups and shardings may have different orders.
+        by_name = dict(zip(flat_names, state["previous"], strict=False))
+        state["previous"] = {name: grad for name, grad in by_name.items() if grad is not None}
+        encoded = encode(state, f"{prefix}/rule", contents.put)
+        rule = {"class": type(layers.rule).__name__, "state": encoded}
     other = encode(_other_state(packed, layers), f"{prefix}/other", contents.put)
     meta = {"groups": metas, "other": other, "rule": rule}
     if replica.number:
@@ -320,10 +311,7 @@ def _collect_part(
     writes: bool,
     sharded: bool = False,
 ) -> None:
-    """Add the state of a parameter, or of a range of a parameter, that all `savers` have.
-
-    `writes` tells whether this rank adds entries that are not split among ranks.
-    """
+    """Add the state of a parameter, or of a range. `writes`: also entries that are not split."""
     entries = dict(part.entries)
     if part.exact is not None:
         entries[EXACT_ENTRY] = part.exact
@@ -345,20 +333,19 @@ def _collect_part(
 
 
 def no_put(path: str, _: Tensor) -> str:
-    """Store nothing: a different rank stores the tensor."""
+    """Do not store the tensor: a different rank does."""
     return path
 
 
 def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, object]:
-    """Return entries that a user's optimizer adds to the state dict and to "state"."""
     found = dict(packed)
     for ours in ("state", "param_groups", "manyhands"):
         found.pop(ours, None)
     common = common_state(packed)
     if common:
         found["state"] = common
-    # The search for layers stops at a foreign wrapper with state. If the wrapper contains ours,
-    # "other" would store every rank's state as rank 0's.
+    # The search for layers stops at a foreign wrapper with state. "other" would store the state of
+    # layers inside from rank 0 only.
     inside = ""
     if "manyhands" in packed and layers.rule is None:
         inside = "a scaling rule"
@@ -372,15 +359,6 @@ def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, objec
     return found
 
 
-def _collect_rule(rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor) -> StateMeta:
-    """Return a scaling rule's state as JSON, with gradients by parameter name."""
-    state = rule.scaling_state_dict()
-    # By name, not position: groups and shardings may have different orders.
-    by_name = dict(zip(names, state["previous"], strict=False))
-    state["previous"] = {name: grad for name, grad in by_name.items() if grad is not None}
-    return {"class": type(rule).__name__, "state": encode(state, f"{prefix}/rule", put)}
-
-
 # -- load ------------------------------------------------------------------------------------------
 
 
@@ -389,7 +367,6 @@ class OptimizerLoader:
 
     The constructor checks that the state fits and allocates memory. Then fill `targets`, call
     `load` to pass the state to the optimizer, and `finish` for the rule and blocks around it.
-    Before `load`, only existing state tensors are changed, by filling them in place.
     """
 
     def __init__(
@@ -408,7 +385,6 @@ class OptimizerLoader:
         self._get = reader.read_once
         root = f"optimizer.{saved.number}"
         self._meta = reader.commit.optimizers[saved.number]
-        # The saved replica to load.
         replica = Replica(saved.replica.number % max(1, self._meta["replicas"]))
         prefix = replica.key_prefix(root)
         if replica.number:  # the commit describes the first replica
@@ -452,7 +428,6 @@ class OptimizerLoader:
         self.is_sure = check_continues(self.inner, self._options, named)
 
     def step_of_run(self, saved: int) -> int:
-        """Return the saved step or, on a late worker of a crew, the crew's step."""
         blocks = self._layers.blocks
         counters = self._meta["blocks"]
         if blocks is None or blocks.received_steps is None or not isinstance(counters, Mapping):
@@ -461,7 +436,6 @@ class OptimizerLoader:
         return blocks.received_steps if counters.get("steps") == saved else saved
 
     def _take_part(self, part: int) -> None:
-        """Select a single optimizer of a list that was saved in blocks."""
         several = self._other[SEVERAL]
         first = sum(len(each["groups"]) for each in several[:part])
         own = several[part]
@@ -470,7 +444,6 @@ class OptimizerLoader:
         self._other = {**own["other"], "state": own["state"]}
 
     def _check_class_and_groups(self, groups: Sequence[Sequence[str]]) -> None:
-        """Raise unless class and parameter groups equal the saved optimizer's."""
         here = self._layers.class_name
         saved = self._meta["groups"]
         if here != self._meta["class"]:
@@ -496,7 +469,6 @@ class OptimizerLoader:
                 )
 
     def _merge_options(self) -> list[dict[str, object]]:
-        """Return each group's options to load: saved options, except `KEPT_OPTIONS`."""
         result = []
         loaded = saved_options(self._meta["groups"], self._get)
         for group, saved in zip(self.inner.param_groups, loaded, strict=True):
@@ -516,7 +488,6 @@ class OptimizerLoader:
                 f"here. To add a rule, load the checkpoint before wrapping in {name}."
             )
         state = saved_rule(meta, self._get)
-        # From names to the order of this optimizer's parameters.
         by_name = {self._aliases.get(name, name): grad for name, grad in state["previous"].items()}
         state["previous"] = []
         if by_name:
@@ -524,7 +495,6 @@ class OptimizerLoader:
         return rule.check_scaling_state(state)
 
     def _allocate_entries(self, part: OptimizerStatePart) -> dict[str, object]:
-        """Return a parameter's entries, in which tensors are targets to be filled."""
         result: dict[str, object] = {}
         name = self._flat_names[part.index]
         for entry, meta in self._state.get(name, {}).items():
@@ -547,7 +517,7 @@ class OptimizerLoader:
         return result
 
     def load(self) -> None:
-        """Pass the filled targets to the optimizer, whose `load_state_dict` may be user code."""
+        """Pass the filled targets to the optimizer's `load_state_dict`, which may be user code."""
         state = dict(self._common)
         for_later = {}
         for part, entries in self._to_load:
@@ -614,16 +584,14 @@ class OptimizerLoader:
 
 
 # -- blocks ----------------------------------------------------------------------------------------
-# All replicas share the outer state: anchor and memories. Each slice of the full tensors is saved
-# once, so any number of replicas under any sharding can load slices. A codec's residual belongs to
-# ranks that round and average together. It is loaded if the rank's slices have not changed;
-# otherwise it starts at zero.
+# All replicas share the outer state: anchor and memories. Each slice is saved once. A codec's
+# residual belongs to ranks that round and average together. It loads if the rank's slices have not
+# changed; otherwise it starts at zero.
 
 
 def _outer_slices(
     part: StatePart, name: str, root: str, replica: Replica
 ) -> Iterator[tuple[str, str, TensorParts]]:
-    """Yield each entry of a parameter's outer state, with key and slices."""
     for entry, values in part.entries.items():
         prefix = replica.key_prefix(root) if entry == RESIDUAL else root
         slices = TensorParts.from_flat(values, part.param, part.start or 0)

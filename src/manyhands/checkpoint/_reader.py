@@ -1,12 +1,12 @@
 """Read a checkpoint: the commit, and slices of tensors.
 
-The commit shows which files a rank needs. The reader reads the headers of these files, then ranges
-of bytes. A range is first compared with its checksums, one per 16 KiB, in a buffer that fits into
-the processor's cache. Then the range is read from the page cache into its final memory, which is
-faster than a copy through new memory. From a bucket, a range is fetched once and buffered.
+The reader reads the headers of the files that a rank needs, then ranges of bytes. A range is first
+compared with the checksums, one per 16 KiB, in a buffer that fits into the processor's cache. Then
+the range is read from the page cache into the final memory. From a bucket, a range is fetched once
+and buffered.
 
 Files may be forged or sparse. So memory for a tensor is allocated only after the tensor was found
-in the files, and memory for checksums only after they were compared.
+in the files, and memory for checksums only after the comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from manyhands.checkpoint._commit import parse
+from manyhands.checkpoint._commit import FIRST, parse, parse_json, read_text
 from manyhands.checkpoint._folder import COMMIT, Folder, OpenFile
 from manyhands.checkpoint._format import (
     BLOCK,
@@ -36,7 +36,6 @@ from manyhands.checkpoint._format import (
     memory_of,
     slice_name,
 )
-from manyhands.checkpoint._json import FIRST, parse_json, read_text
 from manyhands.checkpoint._tensor_parts import StoredSlice, TensorParts, find_reads
 
 SCANNED = 2**18  # bytes per comparison with checksums
@@ -49,8 +48,7 @@ LARGE = 2**20  # larger tensors are compared before memory is allocated
 class SafetensorsFile:
     """A safetensors file of a checkpoint or of any other writer.
 
-    `expected` comes from the commit: bytes of the file and of its head, and the checksum. Files of
-    other writers have no checksums and are not verified.
+    `expected` is the file's entry in the commit. Files of other writers are not verified.
     """
 
     def __init__(
@@ -59,8 +57,6 @@ class SafetensorsFile:
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
         self._source = source
-        self._starts: dict[str, int] = {}  # the first byte of each tensor
-        self._first_sums: dict[str, int] = {}  # the index of each tensor's first checksum
         self._sums = b""
         if expected is None:
             self._parse_header(self._read_header())
@@ -90,7 +86,6 @@ class SafetensorsFile:
             raise self.damaged("it ends too early")
 
     def _read_header(self) -> bytes:
-        """Return the header, preceded by 8 bytes of length."""
         length = self._read(0, 8)
         nbytes = int.from_bytes(length, "little")
         if 8 + nbytes > self._source.size:
@@ -110,8 +105,9 @@ class SafetensorsFile:
                     continue
                 if meta["dtype"] not in DTYPES:
                     raise ValueError(f"{name!r} has the unknown type {meta['dtype']!r:.20}")
-                entry = TensorEntry(name, DTYPES[meta["dtype"]], tuple(meta["shape"]))
                 start, stop = meta["data_offsets"]
+                dtype = DTYPES[meta["dtype"]]
+                entry = TensorEntry(name, dtype, tuple(meta["shape"]), len(head) + start, count)
                 # The exact type: JSON's true and 1.0 would pass as integers.
                 if any(type(n) is not int or n < 0 for n in (*entry.shape, start, stop)):
                     raise ValueError(f"{name!r} has an impossible shape or place")
@@ -120,15 +116,13 @@ class SafetensorsFile:
                 if stop - start != entry.nbytes or end > self._source.size or room < 0:
                     raise ValueError(f"{name!r} has an invalid position")
                 self.entries[name] = entry
-                self._starts[name] = len(head) + start
-                self._first_sums[name] = count
                 count += -(-entry.nbytes // CHECKED)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise self.damaged(f"its header cannot be read ({error!r:.200})") from error
 
     def _read_sums(self, crc32: int, expected: int) -> bytes:
         """Return all checksums. `crc32` is the checksum of the header, `expected` of both."""
-        start = self._starts[CHECKS]
+        start = self.entries[CHECKS].start
         length = self.entries[CHECKS].nbytes
         for done in range(0, length, BLOCK):
             crc32 = zlib.crc32(self._read(start + done, min(BLOCK, length - done)), crc32)
@@ -150,17 +144,14 @@ class SafetensorsFile:
                 # Including all of the first and last block.
                 begin = offsets[0] * row_bytes // CHECKED * CHECKED
                 end = min(end, -(-(offsets[0] + sizes[0]) * row_bytes // CHECKED) * CHECKED)
-            ranges.append((name, begin, end))
-        starts = self._starts
-        self._source.fetch(
-            [(starts[name] + begin, starts[name] + end) for name, begin, end in ranges]
-        )
-        for name, begin, end in ranges:
+            place = 4 * (entry.first_sum + begin // CHECKED)
+            ranges.append((name, entry.start + begin, entry.start + end, place))
+        self._source.fetch([(begin, end) for _, begin, end, _ in ranges])
+        for name, begin, end, place in ranges:
             buffer = memoryview(bytearray(min(SCANNED, end - begin)))
-            place = 4 * (self._first_sums[name] + begin // CHECKED)
             for start in range(begin, end, SCANNED):
                 block = buffer[: end - start]
-                self._fill(starts[name] + start, block)
+                self._fill(start, block)
                 for at in range(0, len(block), CHECKED):
                     crc32 = zlib.crc32(block[at : at + CHECKED]).to_bytes(4, "little")
                     if crc32 != self._sums[place : place + 4]:
@@ -169,7 +160,6 @@ class SafetensorsFile:
 
     @torch.no_grad()
     def read(self, name: str, offsets: Sequence[int], target: Tensor) -> None:
-        """Copy a rectangular slice of a tensor into `target`, which has the slice's shape."""
         entry = self.entries[name]
         if target.numel() == 0:
             return
@@ -181,11 +171,11 @@ class SafetensorsFile:
         same_rows = target.shape[1:] == shape[1:] and target.is_contiguous()
         if target.device.type == "cpu" and same_numbers and same_rows:
             # Full rows are read directly into the target's memory.
-            self._fill(self._starts[name] + offsets[0] * row_bytes, memory_of(target))
+            self._fill(entry.start + offsets[0] * row_bytes, memory_of(target))
             increment_version(target)  # torch does not see the change
             return
         # Otherwise read blocks of full rows into a buffer, and copy the selected columns.
-        start = self._starts[name] + offsets[0] * row_bytes
+        start = entry.start + offsets[0] * row_bytes
         row_count = min(len(target), max(1, BLOCK // row_bytes))
         buffer = torch.empty((row_count, *shape[1:]), dtype=entry.dtype, device="cpu")
         for rows in target.split(row_count):
@@ -240,7 +230,6 @@ class Reader(ExitStack):
         """Convert errors of invalid content to ValueErrors that name the checkpoint."""
         try:
             yield
-        # The content has a different form.
         except (LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.path} has invalid content: {error!r:.200}.") from error
         except ValueError as error:
@@ -258,7 +247,6 @@ class Reader(ExitStack):
             file.verify(parts)
 
     def read(self, key: str, stored: StoredSlice, offsets: Sequence[int], target: Tensor) -> None:
-        """Copy a part of a stored slice into `target`, without verification."""
         file, name = self._find(key, stored)
         file.read(name, offsets, target)
 
@@ -275,7 +263,7 @@ class Reader(ExitStack):
     def check_claim(self, key: str) -> None:
         """Raise ValueError unless the files contain a tensor of the claimed size.
 
-        Call this before allocating memory: a commit or a sparse file may claim any size.
+        Call this before allocating memory: a forged commit may claim any size.
         """
         tensor = self.tensors[key]
         for stored in tensor.slices:
@@ -309,7 +297,6 @@ class Reader(ExitStack):
         self._taken.add(key)
 
     def read_own(self, rank: int) -> dict[str, Tensor]:
-        """Return the tensors that belong to a single rank, by name."""
         result: dict[str, Tensor] = {}
         file = self._open(rank)
         own = [entry for name, entry in file.entries.items() if name.startswith(OWN)]

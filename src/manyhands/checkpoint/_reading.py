@@ -72,9 +72,13 @@ def load_newest(
         prepare_to_load(run.optimizers)
         savers = Savers.of(ranks)
         replicas = run_on_all(ranks, lambda: [Replica.of(each, savers) for each in run.optimizers])
+        decides = ranks.rank == 0 or dry_group() is not None
         before = None
         while True:
-            name = _find_newest(folder, ranks)
+            # Rank 0 decides, because a checkpoint may appear between the reads of two ranks. The
+            # folder's path may differ between ranks. An empty name means the folder itself.
+            found = run_on_all(ranks, lambda: folder.find_newest() if decides else "")
+            name = ranks.all_gather_text(found)[0]
             try:
                 return _load_checkpoint(folder, name, ranks, run, replicas)
             except FileNotFoundError:
@@ -83,23 +87,9 @@ def load_newest(
                 before = name
 
 
-def _find_newest(folder: Folder, ranks: RankGroup) -> str:
-    """Return the name of the newest checkpoint. An empty name means the folder itself."""
-    # Rank 0 decides, because a checkpoint may appear between the reads of two ranks. Ranks exchange
-    # only the name, because the folder's path may differ between ranks.
-
-    def find() -> str:
-        if ranks.rank == 0 or dry_group() is not None:
-            return folder.find_newest()
-        return ""
-
-    return ranks.all_gather_text(run_on_all(ranks, find))[0]
-
-
 def _join(process_group: dist.ProcessGroup | None) -> RankGroup:
     """Return the ranks in a separate group, after each rank has called."""
-    # After this call, a late rank is a slow one: disks may take hours, and a closed connection
-    # shows that a rank has died.
+    # Later, disks may take hours. A closed connection shows that a rank has died.
     ranks = RankGroup.of(process_group)
     try:
         return replace(ranks.with_cpu_group(), patience=DISK_TIMEOUT)
@@ -139,8 +129,8 @@ def _load_checkpoint(
 class RunLoader:
     """Loads a checkpoint into the objects of a run.
 
-    The constructor compares objects and checksums without changing the run. The next steps are
-    `load_foreign_states`, `fill` and `finish`. If any step fails on any rank, call `undo`.
+    The constructor compares objects and checksums without changing the run. If a later step fails
+    on any rank, call `undo`.
     """
 
     def __init__(
@@ -205,7 +195,6 @@ class RunLoader:
         self._foreign_states.states += states
 
     def _add_schedulers(self, here: Sequence[HasState], saved: Sequence[StateMeta]) -> None:
-        """Prepare to load the schedulers, in the saved order."""
         if len(here) != len(saved):
             raise _wrong_number("scheduler", len(here), len(saved))
         for each, meta in zip(here, saved, strict=True):
@@ -218,7 +207,6 @@ class RunLoader:
             self._add_object("the scheduler", each, meta["state"])
 
     def _add_object(self, name: str, each: HasState, meta: object) -> None:
-        """Prepare to load the state of an object in place."""
         state = decode(meta, self._reader.read_once)
         foreign = ForeignState(name, each.state_dict, each.load_state_dict, state)
         self._foreign_states.states.append(foreign)
@@ -280,14 +268,12 @@ class RunLoader:
             set_random_state(self._random)
 
     def undo(self) -> None:
-        """Restore the earlier state after a rank failed."""
         if self._restore_optimizers is not None:
             self._restore_optimizers()
         self._foreign_states.undo()
 
 
 def _wrong_number(what: str, here: int, saved: int) -> ValueError:
-    """Return the error for a different number of schedulers or optimizers than saved."""
     if not saved:
         return ValueError(
             f"the checkpoint was saved without {what}=. Load it without {what}=: the {what} then "

@@ -1,15 +1,13 @@
 """Find the slices of tensors on this rank and in the files of a checkpoint.
 
-A *slice* is rectangular, with an offset and a size per dimension. A plain tensor is a single slice;
-so is a shard of a DTensor. A flat range of a parameter (`_optimizers/state_parts.py`) is split into
-slices: elements `start` to `stop` in memory order are the end of a row, full rows, then the
-beginning of a row. Incomplete rows are again ranges with one dimension less. The maximum number of
-slices is 2 * dimensions - 1. Each slice is contiguous in memory, directly after the previous slice.
+A *slice* is rectangular, with an offset and a size per dimension. A plain tensor, or a shard of a
+DTensor, is a single slice. A flat range of a parameter (`_optimizers/state_parts.py`) is split into
+slices: the end of a row, full rows, then the beginning of a row. Incomplete rows are again ranges
+with one dimension less. So there are up to 2 * dimensions - 1 slices, each contiguous in memory.
 
-**Who writes** a slice that several ranks have follows from each rank's own placements, without
-messages: tensors with equal holders are laid end to end, and each holder writes the tensors whose
-first byte is in the holder's part of the length. A reader takes a slice from all stored slices that
-overlap it.
+**Which rank writes** a shared slice follows from placements, without messages: tensors with equal
+holders are laid end to end, and each holder writes the tensors that start in its part of the
+length. A reader combines all stored slices that overlap the requested slice.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ class Holders:
     kind: str = ""  # holders of a kind have the same list of tensors
 
     def times(self, outer: Holders) -> Holders:
-        """Return the combined holders of several such groups: `outer` counts the groups."""
+        """Return the combined holders of a number of such groups, which `outer` counts."""
         place = outer.place * self.count + self.place
         return Holders(outer.count * self.count, place, self.kind + outer.kind)
 
@@ -120,7 +118,6 @@ class Savers:
 
     @property
     def everyone(self) -> Holders:
-        """The holders of tensors that every saving rank has."""
         return Holders(self.size, self.rank, self.kind)
 
     def copies(self, members: Sequence[int]) -> Savers:
@@ -185,10 +182,9 @@ class TensorParts:
     def from_flat(
         cls, flat: Tensor, like: Tensor, start: int, holders: Holders = Holders()
     ) -> TensorParts:
-        """Return the slices of a flat range of a tensor like `like`.
+        """Return the slices of the elements `flat`, from `start` on in the memory order of `like`.
 
-        `flat` contains the elements from `start` on, in the memory order of `like`, or of its local
-        tensor for a DTensor. Complex numbers may be given as pairs of real numbers.
+        For a DTensor, this is the order of the local tensor. Complex numbers may be pairs.
         """
         flat = flat.detach().view(-1)
         shape, corner, like = _locate_local(like)
@@ -223,7 +219,6 @@ class TensorParts:
 
 
 def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """Return the full tensor's shape, the local tensor's offsets, and this local tensor."""
     here = local_shard(tensor).detach()
     # The local tensor may be the result of a pending collective.
     if hasattr(here, "wait"):
@@ -241,7 +236,6 @@ def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Ten
 
 
 def own_share(tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
-    """Return the tensors that this rank writes."""
     totals: dict[Holders, int] = defaultdict(int)
     for parts in tensors.values():
         totals[parts.holders] += parts.nbytes
@@ -259,7 +253,6 @@ def own_share(tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
 
 
 def stored_slices(parts: TensorParts) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield the slices that the file stores."""
     for offsets, elements in parts.slices:
         # A rank without rows of a tensor has an empty slice, which is not written.
         if elements.numel() or 0 in parts.shape:
@@ -278,7 +271,6 @@ def find_reads(
             view = elements
             inside = []
             for dim, begin in enumerate(start):
-                # The overlap of both slices.
                 first = max(begin, each.offsets[dim])
                 last = min(begin + elements.shape[dim], each.offsets[dim] + each.sizes[dim])
                 view = view.narrow(dim, first - begin, last - first)
@@ -291,10 +283,7 @@ def find_reads(
 
 
 class Table(TypedDict):
-    """The locations of tensors in files: grids, and lists of slices for other tensors.
-
-    A rank describes a single file, with number 0. The commit describes all files.
-    """
+    """The locations of tensors in files. A rank describes file 0, the commit all files."""
 
     # For each grid: the number of pieces, the file of each piece, and by key the shape, dtype and
     # split dimension. A rank's own table has the number of the rank's piece instead of the files.
@@ -304,7 +293,6 @@ class Table(TypedDict):
 
 
 def table_of(tensors: Mapping[str, TensorParts]) -> Table:
-    """Return the table of a single file with these tensors."""
     slices: dict[str, list[Any]] = {}
     grids: dict[tuple[int, int], dict[str, list[Any]]] = {}
     for key, parts in tensors.items():
@@ -331,7 +319,6 @@ def checksum(members: object) -> int:
 
 
 def merge_tables(tables: Sequence[Table]) -> Table:
-    """Combine the tables of all ranks into the table of all files."""
     grids: dict[tuple[int, int], list[Any]] = {}
     all_slices: dict[str, list[Any]] = {}
     for file, table in enumerate(tables):
@@ -339,7 +326,6 @@ def merge_tables(tables: Sequence[Table]) -> Table:
             crc32 = members
             if piece == 0:
                 crc32 = checksum(members)
-            # `find_tensors` rejects missing pieces.
             grid = grids.setdefault((count, crc32), [count, [None] * count, {}])
             grid[1][piece] = file
             if piece == 0:
@@ -383,7 +369,6 @@ class StoredTensor:
 
     @property
     def slices(self) -> Iterator[StoredSlice]:
-        """All non-empty slices."""
         return self.overlapping((0,) * len(self.shape), self.shape)
 
     @property
@@ -391,7 +376,6 @@ class StoredTensor:
         return len(list(self.slices))
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[StoredSlice]:
-        """Yield the slices that overlap the given slice."""
         candidates = self.listed
         if self.holders:
             start = offsets[self.cut]
@@ -442,7 +426,6 @@ def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
 
 
 def _check_counts(value: object) -> None:
-    """Raise ValueError unless all numbers in JSON are counts."""
     children: Iterable[object] = ()
     if isinstance(value, list):
         children = value
@@ -456,7 +439,6 @@ def _check_counts(value: object) -> None:
 
 
 def _check_shape(key: str, shape: Sequence[int], dtype: str) -> None:
-    """Raise ValueError unless torch supports a tensor of this shape and type."""
     # Strides are computed as if no dimension were empty.
     elements = math.prod(max(1, size) for size in shape)
     known = dtype in DTYPE_TEXTS and len(shape) <= MOST_DIMENSIONS
@@ -469,16 +451,14 @@ def covers_once(
 ) -> bool:
     """Return whether slices (offsets and sizes) fill a shape without gap or overlap.
 
-    Slices inside the shape fill it exactly if
+    Slices fill the shape exactly if
 
         sum over slices of  prod_i (f_i[start] - f_i[stop])  =  prod_i (f_i[0] - f_i[size])
 
     as polynomials in the unknowns f_i[x], one for each dimension i and coordinate x. (Each side is
-    the mixed difference of an indicator function, and equal functions have equal differences.) Both
-    sides are evaluated at random values modulo a prime of 61 bits. The cost is linear in the number
-    of slices; comparing pairs of slices would be quadratic.
+    the mixed difference of an indicator function.) Both sides are evaluated at random values modulo
+    a prime of 61 bits. The cost is linear in the number of slices.
     """
-    # A separate generator: checkpoints save and restore the program's generators.
     draw = random.SystemRandom().randrange
     values: dict[tuple[int, int], int] = defaultdict(partial(draw, PRIME))
 
@@ -509,7 +489,6 @@ def check_can_hold(name: str, dtype: torch.dtype) -> None:
 
 
 def is_elementwise(part: OptimizerStatePart, entry: str, value: Tensor) -> bool:
-    """Return whether an entry has a number for each element on this rank."""
     # `step` is a single number, also for a parameter with a single element.
     return value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
 
@@ -517,14 +496,12 @@ def is_elementwise(part: OptimizerStatePart, entry: str, value: Tensor) -> bool:
 def entry_parts(
     part: OptimizerStatePart, entry: str, value: Tensor, savers: Savers = ALONE
 ) -> TensorParts:
-    """Return the slices of an entry that is equal on all `savers`."""
     if part.start is not None and is_elementwise(part, entry, value):
         return TensorParts.from_flat(value, part.param, part.start, savers.everyone)
     return to_parts(value, savers)
 
 
 def to_parts(tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
-    """Return the slices of a plain tensor that all savers have, or of a DTensor."""
     if is_dtensor(tensor):
         return TensorParts.of_dtensor(tensor, savers)
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -535,11 +512,7 @@ def to_parts(tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
 def allocate_target(
     part: OptimizerStatePart, entry: str, stored: StoredTensor, own: StoredTensor | None
 ) -> tuple[Tensor, TensorParts]:
-    """Return a tensor to fill with a saved entry, and the tensor's slices.
-
-    `own` is the parameter in the checkpoint. An existing tensor of the optimizer is used if it
-    fits.
-    """
+    """Return a tensor to fill with a saved entry, and its slices. `own`: the saved parameter."""
     param = part.param
     like = part.like
     shape = torch.Size(stored.shape)
@@ -562,7 +535,6 @@ def allocate_target(
 
 
 def _has_same_layout(now: Tensor, like: Tensor) -> bool:
-    """Return whether shape, strides and sharding of two tensors are equal."""
     if now.shape != like.shape or is_dtensor(now) != is_dtensor(like):
         return False
     if is_dtensor(now):

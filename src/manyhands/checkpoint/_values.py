@@ -1,15 +1,12 @@
 """Encode values as JSON and decode them.
 
-JSON types are encoded as themselves: None, booleans, numbers, strings, lists, and dicts with string
-keys. Other values become a dict with a type under "$":
+JSON types are not changed. Other values become a dict with a type under "$":
 
     {"$": "tensor", "key": ...}   a tensor of the checkpoint, stored under that key
     {"$": "tuple", "items": [...]}, {"$": "dict", "items": [[key, value], ...]}, ...
 
-The key of a tensor is its path: `PATH.a.b` in {"a": {"b": tensor}}. Dots, slashes and percent signs
-in the keys of dicts are percent-encoded, so {"a.b": tensor} has the path `PATH.a%2Eb`.
-
-Decoding never executes code. Values of other types cannot be saved.
+The key of a tensor is a path: `PATH.a.b` in {"a": {"b": tensor}}. Dots, slashes and percent signs
+in the keys of dicts are percent-encoded. Decoding never executes code.
 """
 
 from __future__ import annotations
@@ -129,14 +126,12 @@ class RunObjects:
 
 
 def has_state(value: object) -> TypeGuard[HasState]:
-    """Return whether the value has state_dict and load_state_dict."""
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
 
 
 def check_has_state(what: str, value: object) -> HasState:
-    """Return the value. Raise TypeError if no state can be loaded in place."""
     if has_state(value):
         return value
     raise TypeError(
@@ -145,7 +140,6 @@ def check_has_state(what: str, value: object) -> HasState:
 
 
 def check_scheduler(value: object) -> HasState:
-    """Return the value. Raise TypeError if it is not a scheduler."""
     if isinstance(value, Optimizer | nn.Module):
         raise TypeError(
             f"scheduler must be a scheduler, got {type(value).__name__}. Pass a model as model= "
@@ -155,7 +149,6 @@ def check_scheduler(value: object) -> HasState:
 
 
 def check_value(name: str, value: object) -> None:
-    """Raise TypeError for a name or an object that belongs to a different argument."""
     if name == "step":
         raise TypeError(f"{name}= is reserved. Use a different name for this value.")
     if isinstance(value, Optimizer):
@@ -173,8 +166,6 @@ def decode(meta: object, get: GetTensor) -> Any:
 
 
 def _decode(meta: object, get: GetTensor) -> Any:
-    """Return a value of the JSON. `get` reads tensors."""
-
     def decode_child(child: object) -> object:
         return _decode(child, get)
 
@@ -199,7 +190,6 @@ def _decode(meta: object, get: GetTensor) -> Any:
 
 
 def tensor_key(meta: object) -> str | None:
-    """Return the key of an encoded tensor, or None for other values."""
     if isinstance(meta, dict) and meta.get("$") == "tensor":
         return str(meta["key"])
     return None
@@ -211,10 +201,8 @@ _ESCAPES = str.maketrans({"%": "%25", ".": "%2E", "/": "%2F"})
 
 
 def escape(key: str) -> str:
-    """Return a dict's key or an entry's name as part of a tensor's key."""
     return key.translate(_ESCAPES)
 
 
 def unescape(text: str) -> str:
-    """Return the key that was passed to `escape`."""
     return text.replace("%2F", "/").replace("%2E", ".").replace("%25", "%")

@@ -6,12 +6,8 @@
     publish     rank 0 checks all receipts, in which each element must occur once, and commits
     end         rank 0 tells every rank that the checkpoint exists, or why it does not
 
-Receipts and the final answer travel through the store of the ranks (`SaveMessages`). A save needs
-no collective. No work of a rank grows with the number of ranks, except that rank 0 reads a receipt
-of each rank in the background.
-
-A crash before the commit leaves files that a later save removes. After the commit the checkpoint is
-complete.
+Receipts and the final answer travel through the store of the ranks (`SaveMessages`), without
+collectives. Only rank 0's work grows with the number of ranks: it reads a receipt of each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +31,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from manyhands._ranks.agreement import NAMED, describe_error, raise_if_different, to_error
 from manyhands._ranks.dry_run import DryGroup, dry_group
+from manyhands._ranks.groups import name_of_ranks
 from manyhands._ranks.message_box import HeartbeatMonitor, MessageBox
 from manyhands._ranks.presence import Presence, name_ranks
 from manyhands._ranks.ranks import RankGroup
@@ -73,9 +69,7 @@ def begin_save(
     options: dict[str, Any],
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Path, Callable[[], None]]:
-    """Do all of a save except for writing. Return the checkpoint's path and the remaining work."""
-    # With `wait=False`, the remaining work does not read the model or the optimizer. `options`
-    # contains step, keep, wait and frozen.
+    """Do all of a save except for writing. Return the path, and a function that writes."""
     messages = SaveMessages.of(RankGroup.of(process_group))
     if isinstance(dist.group.WORLD, DryGroup):
         folder = DryFolder(folder.path)
@@ -176,8 +170,8 @@ class Save:
             if copy:  # to the CPU
                 tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu").copy_(tensor)
             self._to_write.append((entry, tensor))
-        # Written in reverse order, so that copies are freed one by one: wide types first, which
-        # aligns each tensor to its element size.
+        # Written in reverse order, so that copies are freed one by one. Wide types are first, which
+        # aligns each tensor.
         self._to_write.sort(key=lambda each: each[0].dtype.itemsize)
 
     def finish(self) -> None:
@@ -207,7 +201,6 @@ class Save:
             raise to_error(*failed)
 
     def _write_file(self) -> list[int]:
-        """Write this rank's file. Return the commit's entry for the file."""
         entries = [entry for entry, _ in reversed(self._to_write)]
         sink = self.folder.create(self.name, file_name(self.messages.rank, self.token))
         with self._explain_no_room(sum(entry.nbytes for entry in entries)), sink as file:
@@ -215,7 +208,6 @@ class Save:
 
     @contextmanager
     def _explain_no_room(self, needed: int) -> Iterator[None]:
-        """Explain an error that means that the disk is full."""
         try:
             yield
         except OSError as error:
@@ -249,7 +241,6 @@ class Save:
         return []
 
     def _commit(self, files: list[list[int]], tables: list[Table]) -> None:
-        """Write the commit once rank 0 sees every rank's file."""
         from manyhands._version import __version__
 
         table = merge_tables(tables)
@@ -278,7 +269,6 @@ class Save:
             self.folder.publish(self.name, self.token, text)
 
     def _is_published(self) -> bool:
-        """Return whether this rank sees the complete checkpoint."""
         first = file_name(0, self.token)
         return self.folder.has_commit(self.name) and first in self.folder.sizes(self.name)
 
@@ -294,10 +284,9 @@ _messages: weakref.WeakKeyDictionary[Store, dict[Sequence[int], SaveMessages]] =
 class SaveMessages:
     """Messages of saves between the ranks, through a separate connection to the store.
 
-    The token of a save identifies its messages and files. Rank 0 publishes the token of the first
-    save under a fixed key; each answer contains the token of the next save. The number of the next
-    checkpoint in a folder increases by one. So each rank receives a single message per save, the
-    answer, and sends one, the receipt.
+    The token of a save identifies messages and files. Rank 0 publishes the first token under a
+    fixed key; each answer contains the next token. Numbers of checkpoints increase by one. So each
+    rank sends a single message per save, the receipt, and receives one, the answer.
     """
 
     def __init__(self, savers: Savers, store: Store | None = None, patience: float = 0.0) -> None:
@@ -316,8 +305,7 @@ class SaveMessages:
         self._done = threading.Event()  # set when this rank's heartbeats may end
         if store is not None:
             self._presence = Presence(store)
-            ranks = sha256(",".join(map(str, savers.ranks)).encode()).hexdigest()[:16]
-            prefix = f"manyhands/save/{ranks}/"
+            prefix = f"manyhands/save/{name_of_ranks(savers.ranks)}/"
             # A store may outlive a process group, including old messages.
             serial = MessageBox(store, prefix).count(str(self.rank), 1)
             self._all = MessageBox(store, f"{prefix}{serial}/")  # messages for all saves
@@ -339,7 +327,6 @@ class SaveMessages:
         return known[savers.ranks]
 
     def begin(self, step: int | None, folder: Folder) -> str:
-        """Return the name of the checkpoint in the folder."""
         self._began = time.monotonic()
         self._warned = False
         self.begun = False
@@ -386,12 +373,10 @@ class SaveMessages:
         return number
 
     def send(self, receipt: dict[str, Any]) -> None:
-        """Send this rank's receipt to rank 0."""
         self._done.set()
         self._box.put(f"receipt/{self.rank}", json.dumps(receipt))
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the receipts of all ranks, on rank 0."""
         receipts = [own]
         for rank in range(1, self.size):
             key = f"receipt/{rank}"
@@ -413,7 +398,6 @@ class SaveMessages:
             self._check_alive(first)
 
     def end(self, failed: list[str]) -> None:
-        """Publish the result of the save on rank 0."""
         self._done.set()
         after = new_token()
         if self.size > 1:
@@ -487,7 +471,6 @@ class SaveMessages:
         self._warn_of(names)
 
     def _warn_of(self, names: str) -> None:
-        """Warn once per save that some ranks have not called."""
         waited = time.monotonic() - self._began
         if waited > SAY_AFTER and not self._warned:
             self._warned = True
@@ -497,7 +480,6 @@ class SaveMessages:
             )
 
     def _use(self, token: str) -> None:
-        """Set the token of the next save."""
         self.token = token
         if self.size > 1:
             self._box = MessageBox(self._all.store, f"{self._all.prefix}{token}/")

@@ -3,9 +3,7 @@
     held ── add_to_step ──▶ in a step ── step ──▶ taken ── commit ──▶ committed
 
 A sync round exchanges the workers' `taken`. Then all workers commit these samples and divide the
-rest again. So the samples of a worker that dies after the last round go to the other workers.
-
-This module uses plain values: no tensors, no process groups.
+rest again, including the uncommitted samples of a worker that died.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ class SavedAccount(TypedDict):
 
 
 class Account:
-    """A worker's account."""
-
     def __init__(self) -> None:
         self.rules: Rules | None = None  # None: no worker is known to have a cursor
         self.ledger = Ledger(0)
@@ -44,7 +40,6 @@ class Account:
         self.changes = 0  # counts changes that may affect this worker's positions
 
     def begin(self, rules: Rules, ledger: Ledger, step: int = 0) -> None:
-        """Start with a new or saved ledger at this step."""
         self.rules = rules
         self.ledger = ledger
         self.committed_at = step
@@ -60,16 +55,13 @@ class Account:
 
     @property
     def in_step(self) -> int:
-        """Samples that the loop has received since the last step."""
         return self._in_step[0]
 
     def add_to_step(self, samples: int) -> None:
-        """Count this worker's samples of a step on receipt by the loop."""
         in_step, steps = self._in_step
         self._in_step = (in_step + samples, steps + 1)
 
     def step(self) -> None:
-        """Count an optimizer step, which trains the received samples."""
         samples, steps = self._in_step
         self.taken += samples
         if self._steps_left is not None:
@@ -77,13 +69,11 @@ class Account:
         self._in_step = (0, 0)
 
     def forget_step(self) -> None:
-        """Discard received samples that the loop will not train."""
         self._in_step = (0, 0)
 
     # -- all workers together ------------------------------------------------------------------
 
     def commit(self, taken: Mapping[int, int], own: int, step: int = 0) -> None:
-        """Commit the samples of each worker up to this step. `own` is this worker's number."""
         if self.rules is None:
             return
         self.ledger = self.ledger.commit(taken)
@@ -94,8 +84,8 @@ class Account:
     def hand_out(self, steps: Mapping[int, int], since: int = 0, own: int | None = None) -> None:
         """If due, divide the rest among the workers of `steps`.
 
-        Each worker receives positions for this number of steps, and for steps that it loads ahead.
-        Samples of the `since` steps after the last commit stay with their workers. If workers take
+        Each worker receives positions for this number of steps, and for steps loaded ahead. Samples
+        of the `since` steps after the last commit stay with their workers. If workers take
         different numbers of steps, `own` is this worker's number.
         """
         if self.rules is None or not self.due:
@@ -138,8 +128,8 @@ class Account:
     def to_plan(self, number: int) -> tuple[Spans, int | None]:
         """Return a worker's positions after the loop's positions, and the number of steps.
 
-        None means that the positions limit the steps. A number means the last samples of the epoch;
-        the last step may then be short or empty.
+        None: the positions limit the steps. A number: these are the last samples of the epoch, and
+        the last step may be short or empty.
         """
         samples, steps = self._in_step
         spans = take(self.ledger.held_by(number), self.taken + samples)[1]
@@ -148,19 +138,16 @@ class Account:
         return spans, self._steps_left - steps
 
     def next_epoch(self, step: int = 0) -> None:
-        """Start the next epoch. All samples of this epoch count as committed."""
         assert self.rules is not None
         self.begin(self.rules, self.ledger.next_epoch(), step)
 
     # -- between workers -----------------------------------------------------------------------
 
     def checksum(self) -> float:
-        """Return a checksum of rules and ledger."""
         text = json.dumps([self.rules, self.ledger.state()])
         return float(zlib.crc32(text.encode()))
 
     def saved(self) -> SavedAccount | None:
-        """Return the state for a joiner. None: this worker has no cursor."""
         if self.rules is None:
             return None
         return {
@@ -170,7 +157,6 @@ class Account:
         }
 
     def load(self, saved: SavedAccount | None) -> None:
-        """Load the state that a member has sent to this joiner."""
         if saved is not None:
             self.begin(saved["rules"], Ledger.of(saved["ledger"]), saved["committed_at"])
             self.received = True

@@ -8,9 +8,9 @@
 There are two types of runs:
 
     in step     all ranks take each step together (DDP, ZeRO, FSDP) and form a single worker, which
-                commits after every step. Every rank knows the complete ledger, without messages
-    in blocks   each worker of `Blocks` takes separate steps, and all commit in a sync round. The
-                worker's report contains its number of samples (`blocks/_samples.py`)
+                commits after every step, without messages
+    in blocks   each worker of `Blocks` takes separate steps, and all commit in a sync round
+                (`blocks/_samples.py`)
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class CursorBlocks(Protocol):
         """This worker's number."""
 
     def begin(self, rules: Rules, ledger: Ledger) -> None:
-        """Register a new cursor: start with this ledger, or continue with the run's ledger."""
+        """Register a new cursor, with this ledger unless the run has a ledger."""
 
     def load(self, rules: Rules, ledger: Ledger) -> None:
         """Continue with a saved ledger."""
 
     def next_epoch(self) -> None:
-        """Start the next epoch. All workers call it after the same number of steps."""
+        """Start the next epoch, on all workers after equal numbers of steps."""
 
     def synchronize(self) -> None:
-        """Run a sync round. All workers call it after the same number of steps."""
+        """Run a sync round, on all workers after equal numbers of steps."""
 
 
 class BaseCursor:
@@ -96,10 +96,8 @@ class BaseCursor:
             self._blocks = _find_blocks(optimizer)
             ranks = gradient_ranks(optimizer)
             if self._blocks is None:
-                # The innermost optimizer, which all wrappers step.
                 innermost = unwrap(optimizer, every_layer=True)[-1]
-                # A weak reference: the optimizer must not keep the cursor, loader and processes
-                # alive.
+                # Weak: the optimizer must not keep the loader's processes alive.
                 handle = innermost.register_step_post_hook(weak_hook(self._commit))
                 weakref.finalize(self, handle.remove)
         self._ranks = ranks or RankGroup.of(group)
@@ -169,8 +167,8 @@ class BaseCursor:
 
         Call it once per batch with the sum of the samples' losses. The step's loss is then the mean
         over all samples of all ranks and passes, even if some batches are smaller or empty. A
-        scaling rule in the optimizer receives the sample counts. Do not divide the loss by any
-        other number. This is not a collective.
+        scaling rule receives the sample counts. Do not divide the loss further. This is not a
+        collective.
         """
         now = self._now
         if now is not None and self._mean_due and now.index == 0:
@@ -199,7 +197,7 @@ class BaseCursor:
 
     @contextmanager
     def _iteration(self) -> Iterator[None]:
-        """Run a loop over the epoch from the common position. Only a single loop may run."""
+        """Run a loop over the epoch. Only a single loop may run."""
         if self._iterated:
             raise RuntimeError("this Cursor is in use by a loop. Create a Cursor for each loop.")
         self._iterated = True
@@ -212,10 +210,7 @@ class BaseCursor:
             self._mean_due = False
 
     def ahead(self) -> AbstractContextManager[Iterator[Any]]:
-        """Pass the batches to a caller that buffers batches for its loop, such as `Ramp`.
-
-        The caller calls `begin_batch` when its loop receives a batch.
-        """
+        """Pass the batches to a caller such as `Ramp`, which calls `begin_batch` for each."""
         raise ValueError("a Ramp needs a Cursor over a dataset with a length, not over a stream.")
 
     def begin_batch(self) -> Pass:
@@ -299,8 +294,8 @@ class MapCursor(BaseCursor):
         self._usual_passes = number_of_passes(self._batch, self._ranks.size, most)
         shards = dataset if isinstance(dataset, DataShards) else None
         self._plan = LoaderPlan(self._rules, self._account, self._number, self._ranks, most, shards)
-        # A separate generator, because torch's loader draws numbers: a resumed run must draw as
-        # often from the default generator as an uninterrupted run.
+        # A separate generator, because torch's loader draws numbers, and a resumed run must draw
+        # from the default generator as an uninterrupted run.
         self._generator = None if "generator" in options else torch.Generator()
         options.setdefault("generator", self._generator)
         self._loader = loader(dataset, batch_sampler=self._plan, **options)
@@ -379,8 +374,8 @@ class MapCursor(BaseCursor):
                     "the samples per step as batch_size, and the maximum samples per pass as "
                     "max_local_batch_size."
                 )
-            # All workers reach this line after equal numbers of steps. If a worker has died, this
-            # round reassigns the worker's samples.
+            # After equal numbers of steps on all workers. The round reassigns samples of a worker
+            # that died.
             changes = self._account.changes
             self._blocks.synchronize()
             if self._account.changes == changes:
@@ -388,7 +383,6 @@ class MapCursor(BaseCursor):
             batches = None
 
     def _load(self) -> Iterator[Any]:
-        """Start torch's loader at the current position."""
         if self._generator is not None:
             ranks = (self._number, self._ranks.rank)
             text = f"{self._rules['seed']} {self.epoch} {self.position} {ranks}"
@@ -416,7 +410,6 @@ class MapCursor(BaseCursor):
             self._plan.keep()
 
     def _end_epoch(self) -> None:
-        """Start the next epoch."""
         if self._blocks is None:
             self._account.next_epoch()
             self._hand_out_all()
@@ -437,17 +430,14 @@ class MapCursor(BaseCursor):
             self._blocks.load(self._rules, ledger)
 
     def _begin_with(self, ledger: Ledger) -> None:
-        """Set the position to a ledger's."""
         self._account.begin(self._rules, ledger)
         self._hand_out_all()
 
     def _hand_out_all(self) -> None:
-        """Assign the rest of the epoch to all ranks, which form a single worker."""
         self._account.hand_out({self._number: self._rules["samples"]})
 
 
 def _find_blocks(optimizer: Optimizer) -> CursorBlocks | None:
-    """Return the interface of the blocks around an optimizer, or None."""
     for layer in unwrap(optimizer, every_layer=True):
         # Checked on the class: instances of wrappers forward missing attributes.
         if hasattr(type(layer), "block_samples"):

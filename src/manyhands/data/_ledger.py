@@ -10,10 +10,9 @@ An epoch has positions 0 ... samples - 1. Each position is in one of three state
       ▲                   │
       └──── keep_only ────┘        the worker left or died, or the positions were reassigned
 
-A worker trains its positions in the order of `held`, so a single number, its count of trained
-samples, describes a commit. In blocks the number is part of the report in a sync round
-(`blocks/averaging/_payload.py`), and all workers compute the same ledger without further messages.
-Ranks that take all steps together (DDP, ZeRO, FSDP) form a single worker.
+A worker trains positions in the order of `held`, so the count of trained samples describes a
+commit. In blocks the count is part of the report in a sync round (`blocks/averaging/_payload.py`),
+and all workers compute equal ledgers without further messages.
 
 Positions are stored as *spans*: half-open pairs (start, stop), in training order. This module uses
 plain integers: no tensors, no process groups.
@@ -82,27 +81,22 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        """The number of positions neither held nor committed."""
         return self.samples - self.fresh + count(self.returned)
 
     @property
     def left(self) -> int:
-        """The number of uncommitted positions."""
         return self.free + sum(count(spans) for _, spans in self.held)
 
     @property
     def committed(self) -> int:
-        """The number of committed positions."""
         return self.samples - self.left
 
     def held_by(self, number: int) -> Spans:
-        """Return the positions of a worker, in training order."""
         return dict(self.held).get(number, ())
 
     # -- changes -------------------------------------------------------------------------------
 
     def commit(self, taken: Mapping[int, int]) -> Ledger:
-        """Commit the first positions of each worker; `taken` contains the numbers of positions."""
         held = dict(self.held)
         for number, samples in taken.items():
             if samples:
@@ -129,10 +123,9 @@ class Ledger:
     def hand_out(self, wanted: Mapping[int, int], pinned: int = 0) -> Ledger:
         """Assign each of these workers the wanted number of positions, and other workers none.
 
-        If there are too few positions, each worker gets the same fraction of its number. Workers
-        keep positions up to the new number, because the samples may be loaded. The first `pinned`
-        positions always stay, because they may have been trained. Returned positions are assigned
-        before fresh positions.
+        If there are not enough positions, each worker gets an equal fraction. Workers keep
+        positions up to the new number, because the samples may be loaded. The first `pinned`
+        positions may have been trained and always stay. Returned positions are assigned first.
         """
         ledger = self.keep_only(wanted)
         shares = divide(ledger.left, wanted)
@@ -155,13 +148,12 @@ class Ledger:
         return replace(ledger, fresh=fresh, returned=pool, held=_sorted(held))
 
     def next_epoch(self) -> Ledger:
-        """Return the ledger of the next epoch."""
         return Ledger(self.samples, self.epoch + 1)
 
     # -- as plain values -----------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
-        """Return the committed positions, for any number of workers. Held positions become free."""
+        """Return the committed positions for a checkpoint. Held positions become free."""
         state = self.keep_only({}).state()
         return {"epoch": self.epoch, "fresh": state["fresh"], "returned": state["returned"]}
 
@@ -183,7 +175,6 @@ class Ledger:
         return cls(samples, epoch, fresh, tuple(returned))
 
     def state(self) -> dict[str, Any]:
-        """Return the complete ledger in JSON types."""
         return {
             "samples": self.samples,
             "epoch": self.epoch,
@@ -194,7 +185,6 @@ class Ledger:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Ledger:
-        """Return the ledger of a `state`."""
         held = {number: tuple(map(tuple, spans)) for number, spans in state["held"]}
         return replace(cls.of_saved(state["samples"], state), held=_sorted(held))
 
@@ -224,7 +214,6 @@ def _sorted(held: Mapping[int, Spans]) -> tuple[tuple[int, Spans], ...]:
 
 
 def _join_neighbours(spans: Sequence[tuple[int, int]]) -> Spans:
-    """Return the ranges in order, with adjacent ranges joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:

@@ -48,12 +48,12 @@ def Cursor(
 
     `Cursor` replaces a `DataLoader` with a `DistributedSampler`. Save it with the run, as in
     `mh.save(folder, model=model, optimizer=optimizer, cursor=cursor)`. After `mh.load`, on any
-    number of ranks, iteration continues after the last trained sample. A new loop after an
-    interrupted loop continues there too.
+    number of ranks, or after an interrupted loop, iteration continues after the last trained
+    sample.
 
-    The samples of each step are fixed before they are divided among the ranks. With `keep="batch"`,
-    the sequence of batches therefore does not depend on the number of ranks. If a batch does not
-    divide evenly, the ranks' parts differ by one sample, and `mean` weights them correctly.
+    With `keep="batch"`, the sequence of batches does not depend on the number of ranks. If a batch
+    does not divide evenly, the ranks' parts differ by one sample, and `mean` weights the parts
+    correctly.
 
     Args:
         dataset: a dataset with a length and samples by index, or a stream (see
@@ -61,15 +61,15 @@ def Cursor(
         batch_size: the number of samples per step; see `keep`.
         keep: "batch": `batch_size` counts the samples of all ranks together. "micro": `batch_size`
             counts the samples of each rank, so the batch grows with the number of ranks.
-        max_local_batch_size: the maximum samples per pass and rank. If a rank has more samples in a
-            step, the loop receives several passes: see `passes`.
+        max_local_batch_size: the maximum samples per pass and rank. Larger steps are divided into
+            passes: see `passes`.
         shuffle: whether to shuffle each epoch. False uses the order of the dataset.
         seed: the seed of the shuffling.
         drop_last: whether to omit the last samples of an epoch if they do not fill a batch. By
             default the last batch is shorter.
         optimizer: the optimizer that trains on the data. A batch counts as trained after the
             optimizer's step, and in blocks after the next sync round. Without an optimizer, a batch
-            counts as soon as the loop receives it.
+            counts when the loop receives it.
         process_group: the ranks that share a step, unless the optimizer defines them. Default: all
             ranks.
         loader: `DataLoader`, or a class with the same arguments.

@@ -1,31 +1,25 @@
 """Map the positions of an epoch to samples, by a permutation or along data shards.
 
-**`Order`** is a permutation that is computed on demand and not stored. The N positions of an epoch
-form a table of a x b >= N cells, and a position is a row l and a column r. Eight rounds of a
-Feistel network (Black and Rogaway, 2002) mix them,
+**`Order`** is a permutation, computed on demand. The N positions of an epoch form a table of
+a x b >= N cells with rows l and columns r. Eight rounds of a Feistel network (Black and Rogaway,
+2002) mix rows and columns,
 
     l <- (l + f(r)) mod a        and then        r <- (r + f(l)) mod b
 
 each with a different function f, derived from seed and epoch. Each round is invertible, so the
 result is a permutation of the cells. A cell outside the N positions (fewer than a cells) is mixed
-again.
+again. Unlike with torch.randperm, the order does not depend on the machine or torch's version.
 
-A seed and an epoch give the same order on every rank and machine, under every version of torch. So
-a saved position always identifies the same samples. torch.randperm does not guarantee
-this.
-
-**`DataShards`** is a dataset of shards, such as files, that are read sequentially. An epoch
-shuffles the shards and reads several shards side by side, in *lanes*:
+**`DataShards`** is a dataset of shards, such as files, to be read sequentially. An epoch shuffles
+the shards and reads K shards side by side, in *lanes*:
 
     lane 0      shard 7  shard 2  ...        positions 0, K, 2K, ...
     lane 1      shard 0  shard 5  ...        positions 1, K + 1, ...
       :                                        :
     lane K-1    shard 3  shard 6  ...        positions K - 1, ...
 
-After the end of a lane, the remaining lanes continue taking turns. So a position determines a shard
-and a sample before any shard is read, and a `Cursor` treats these samples like any others. Rank r
-of W has every W-th sample of a step. If W divides K, and K divides the batch, the rank reads only
-the lanes r, r + W, ...
+After the end of a lane, the remaining lanes continue to take turns. Rank r of W has every W-th
+sample of a step. If W divides K, and K divides the batch, the rank reads only lanes r, r + W, ...
 """
 
 from __future__ import annotations
@@ -55,8 +49,6 @@ SKIPPED = 64  # maximum samples to skip before a shard is reopened
 
 
 class Order:
-    """The order of an epoch."""
-
     def __init__(self, samples: int, seed: int, epoch: int, shuffle: bool = True) -> None:
         self.samples = samples
         self.shuffle = shuffle and samples > 1
@@ -86,7 +78,6 @@ class Order:
             cells[outside] = self._stir(cells[outside])
 
     def _stir(self, cells: Tensor) -> Tensor:
-        """Return the cells after the rounds in the module's docstring."""
         a = self._rows
         b = self._columns
         row = torch.div(cells, b, rounding_mode="floor")
@@ -109,7 +100,6 @@ def _mix_bits(values: Tensor, key: int) -> Tensor:
 
 
 def positions_in(spans: Spans) -> list[int]:
-    """Return the positions as a list."""
     positions: list[int] = []
     for start, stop in spans:
         positions += range(start, stop)
@@ -117,7 +107,7 @@ def positions_in(spans: Spans) -> list[int]:
 
 
 class DataShards(Dataset[Sample], Generic[Shard, Sample]):
-    """A dataset for `Cursor` whose samples are in shards, such as files, and are read in order.
+    """A dataset for `Cursor` with samples in shards, such as files, to be read in order.
 
     >>> import manyhands as mh
     >>> def read(path, start):  # a shard's samples, from number `start` on
@@ -130,7 +120,7 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
     Shuffling permutes the shards, not the samples inside a shard: shuffle the samples when writing
     the shards.
 
-    Each loader process reads all shards of its rank and skips the samples of other processes. So
+    Each loader process reads all shards of this rank and skips samples of other processes. So
     `num_workers` above 1 only helps if `open` can start at a sample without reading earlier
     samples.
 
@@ -139,8 +129,8 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         sizes: the number of samples in each shard.
         open: a function of a shard and a number that returns an iterator over the shard's samples,
             starting at this number.
-        lanes: the number of shards to read side by side. Choose a divisor of the batch that is a
-            multiple of all numbers of ranks in use; then each rank reads separate shards.
+        lanes: the number of shards to read side by side. If it divides the batch, and is a multiple
+            of the number of ranks, each rank reads separate shards.
     """
 
     @explained
@@ -165,7 +155,11 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         self._starts = [0, *accumulate(self.sizes)]  # index of each shard's first sample
         self._open = open
         # Open shards, each with the number of the next sample.
-        self._being_read: dict[int, tuple[Iterator[Sample], int]] = _BeingRead()
+        self._being_read: dict[int, tuple[Iterator[Sample], int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A loader's processes open the shards separately.
+        return {**self.__dict__, "_being_read": {}}
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -201,20 +195,13 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         return sample
 
 
-class _BeingRead(dict[int, Any]):
-    """Open shards. Pickles as empty, so a loader's processes open the shards themselves."""
-
-    def __reduce__(self) -> Any:
-        return _BeingRead, ()
-
-
 class ShardOrder:
     """The order of an epoch over lanes of shards."""
 
     def __init__(self, lanes: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
         starts = [0, *accumulate(sizes)]
-        # For each shard of each lane: the number in the lane of the first sample after the shard,
-        # and the offset from a number in the lane to a sample's index in the dataset.
+        # For each shard of each lane: the number in the lane of the first sample after the shard;
+        # the offset from a number in the lane to a sample's index in the dataset.
         self._ends: list[list[int]] = []
         self._offsets: list[list[int]] = []
         lengths = []

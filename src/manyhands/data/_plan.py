@@ -1,23 +1,22 @@
 """Divide a worker's samples into steps, ranks and passes, for torch's loader.
 
-    positions that the worker holds        `_account.py`
+    positions of the worker                `_account.py`
       divided into steps of `batch` positions
       each step divided among ranks, each part into passes             `divide_step`
       mapped to samples                                                `_order.py`
 
-A step of n samples is divided among W ranks, with at most m samples in a pass:
+A step of n samples is divided among W ranks, with up to m samples in a pass:
 
     rank r has the samples from  n r / W  to  n (r + 1) / W  (rounded down)
     all ranks take  k = ceil(ceil(n / W) / m)  passes, and divide their part into k in the same way
 
-So sizes differ by one sample or less. If there are fewer samples than ranks or passes, some passes
-are empty. Their rank then receives a sample of the step as a *filler*, because its model must take
-part in the step. The filler's loss has weight zero.
+If there are fewer samples than ranks or passes, some passes are empty. For these, the rank receives
+a sample of the step as a *filler* with weight zero, because the model must take part in the step.
 
-torch's loader requests passes ahead of the loop. Passes that the loader has requested and the loop
-has not received are *on their way*. In blocks, a sync round may change the positions of a worker.
-If the worker still holds the positions on their way, planning continues after them. If not, the
-plan restarts, and loaded batches are discarded.
+Passes that torch's loader has requested and the loop has not received are *on their way*. In
+blocks, a sync round may change the positions of a worker. If the worker still has the positions on
+their way, planning continues after these positions. If not, the plan restarts, and loaded batches
+are discarded.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ class Pass:
 
     @property
     def last(self) -> bool:
-        """Whether this is the last pass of the step."""
         return self.index == len(self.counts) - 1
 
     @property
@@ -89,7 +87,6 @@ def divide_step(
 
 @lru_cache(maxsize=64)  # nearly all steps have equal sizes
 def _passes_of_rank(n: int, own: int, ranks: int, most: int | None) -> list[Pass]:
-    """Return the passes of a rank with `own` of a step's n samples."""
     passes = number_of_passes(n, ranks, most)
     counts = tuple(b - a for a, b in pairwise(own * i // passes for i in range(passes + 1)))
     sizes = (n // ranks + (r < n % ranks) for r in range(ranks))
@@ -98,7 +95,6 @@ def _passes_of_rank(n: int, own: int, ranks: int, most: int | None) -> list[Pass
 
 
 def number_of_passes(samples: int, ranks: int, most: int | None) -> int:
-    """Return the number of passes per rank in a step of this size."""
     largest = -(-samples // ranks)
     return 1 if most is None else max(1, -(-largest // most))
 
@@ -106,8 +102,7 @@ def number_of_passes(samples: int, ranks: int, most: int | None) -> int:
 class LoaderPlan:
     """The samples of each pass of this rank: the `batch_sampler` of torch's loader.
 
-    `number` is this worker's number in the account, `ranks` share each step, and `most` is the
-    maximum number of samples per pass.
+    `number` is this worker's number, and `most` the maximum number of samples per pass.
     """
 
     def __init__(
@@ -133,7 +128,7 @@ class LoaderPlan:
         self._passes: deque[Pass] = deque()
         self._steps_ahead: deque[Spans] = deque()
 
-    # -- what the loop asks --------------------------------------------------------------------
+    # -- for the loop --------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Return the number of passes per rank in an epoch with a single worker."""
@@ -145,7 +140,6 @@ class LoaderPlan:
         return passes
 
     def next_pass(self) -> Pass:
-        """Remove and return the pass that the loop receives now."""
         now = self._passes.popleft()
         if now.last:
             self._steps_ahead.popleft()
@@ -161,7 +155,6 @@ class LoaderPlan:
     # -- changes of the account ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Discard passes on their way, at the start of a loop."""
         self._passes.clear()
         self._steps_ahead.clear()
         self._seen = -1
@@ -196,17 +189,21 @@ class LoaderPlan:
         self._steps_ahead.clear()
         return True
 
-    # -- what torch's loader asks --------------------------------------------------------------
+    # -- for torch's loader --------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the samples of each of this rank's passes."""
-        order = self._order_of_epoch()
+        rules = self._rules
+        which = (rules["seed"], self._account.ledger.epoch, rules["shuffle"])
+        order: Order | ShardOrder = Order(rules["samples"], *which)
+        if self._shards is not None:
+            order = self._shards.order(*which)
         while planned := self._plan_steps():
             spans: list[tuple[int, int]] = []
             for each, own in planned:
                 self._passes.append(each)
                 spans += own
-            # All together: permuting many positions costs little more than permuting a few.
+            # Permuting many positions costs little more than permuting a few.
             samples = order.indices(tuple(spans))
             start = 0
             for each, _ in planned:
@@ -214,16 +211,7 @@ class LoaderPlan:
                 yield samples[start:stop]
                 start = stop
 
-    def _order_of_epoch(self) -> Order | ShardOrder:
-        """Return the order of the epoch: a permutation, or along data shards."""
-        rules = self._rules
-        which = (rules["seed"], self._account.ledger.epoch, rules["shuffle"])
-        if self._shards is not None:
-            return self._shards.order(*which)
-        return Order(rules["samples"], *which)
-
     def _plan_steps(self) -> list[tuple[Pass, Spans]]:
-        """Return the passes of the next steps with positions. Empty at the end."""
         planned: list[tuple[Pass, Spans]] = []
         positions = 0
         while positions < MAPPED and self.has_more:

@@ -1,8 +1,7 @@
-"""Agree on the rules of a cursor: the samples, their order, and the sizes of steps.
+"""Agree on the rules of a cursor: the samples in order, and the sizes of steps.
 
-The samples of a position depend on the rules. So all ranks compare the rules when a cursor is
-created, and workers of blocks compare rules in each sync round. A saved
-position is rejected if the order differs.
+All ranks compare the rules when a cursor is created, and workers of blocks compare rules in each
+sync round. A saved position is rejected if the order differs.
 
     samples, shards, seed, shuffle    the order of the epochs
     drop_last                         whether to omit samples that do not fill a batch
@@ -37,8 +36,6 @@ class MapDataset(Protocol):
 
 
 class Arguments(TypedDict):
-    """The arguments of a cursor that must be equal on all ranks."""
-
     batch_size: int
     keep: str
     max_local_batch_size: int | None
@@ -67,9 +64,6 @@ class Rules(EpochOrder):
 def agree_on_rules(
     dataset: MapDataset, arguments: Arguments, options: Mapping[str, Any], ranks: RankGroup
 ) -> Rules:
-    """Return the rules. Raise on every rank if arguments are wrong on a rank or differ."""
-
-    # `options` are passed to the loader.
     def check() -> None:
         check_dataset("Cursor", dataset)
         if len(dataset) == 0:
@@ -105,7 +99,6 @@ def agree_on_rules(
 
 
 def check_arguments(arguments: Arguments, options: Mapping[str, object], ranks: int) -> None:
-    """Raise if a cursor's arguments are wrong on this rank."""
     one_of("keep", arguments["keep"], ["batch", "micro"])
     whole("batch_size", arguments["batch_size"], 1)
     whole("max_local_batch_size", arguments["max_local_batch_size"] or 1, 1)
@@ -119,7 +112,6 @@ def check_arguments(arguments: Arguments, options: Mapping[str, object], ranks: 
 
 
 def check_dataset(owner: str, dataset: object) -> None:
-    """Raise TypeError unless the dataset of a loader has a length."""
     if isinstance(dataset, DataLoader):
         raise TypeError(
             f"{owner} needs a dataset, got a DataLoader. Pass the loader's dataset and options: "
@@ -131,13 +123,11 @@ def check_dataset(owner: str, dataset: object) -> None:
 
 
 def describe_order(rules: EpochOrder) -> dict[str, Any]:
-    """Return the order that a saved position refers to."""
     order = {name: rules[name] for name in EpochOrder.__annotations__}  # type: ignore[literal-required]
     return {"version": FORMAT, **order}
 
 
 def check_state(state: Mapping[str, object], rules: EpochOrder) -> None:
-    """Raise if a saved position does not belong to this order."""
     SavedEntries(state, "a position in the data")  # raises unless the state is a dict
     for name, here in describe_order(rules).items():
         came = state.get(name)

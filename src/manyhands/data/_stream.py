@@ -1,18 +1,17 @@
-"""Load batches from a stream: data without an index, such as files that are read sequentially.
+"""Load batches from a stream: data without indices, such as files to be read sequentially.
 
-A stream consists of shards. Each shard is read sequentially, so a position in it is a number of
-samples. Each epoch orders the shards, and the readers (all loader processes of all ranks) take
-turns at the order:
+A stream consists of shards. A position in a shard is a number of samples. Each epoch orders the
+shards. The readers (all loader processes of all ranks) take turns:
 
     reader 0    places 0, R, 2R, ...      one shard after the other
     reader 1    places 1, R + 1, ...
       :
 
 Inside a shard, blocks of `buffer_size` samples are shuffled separately. So a position identifies
-the next samples for any reader, and no sample is lost or repeated on any number of ranks. Each
-batch carries the positions after its samples, which count after the optimizer's step.
+the next samples for any reader. Each batch carries the positions after the batch's samples, which
+count after the optimizer's step.
 
-No rank knows the length of other ranks' shards. So each step begins with an exchange of the number
+No rank knows the length of other ranks' shards. So each step starts with an exchange of the number
 of samples on each rank, which shows the end of the epoch and gives the divisor of `mean`.
 """
 
@@ -40,8 +39,6 @@ READ_AT_ONCE = 64  # samples between two states of a shard without shuffling
 
 
 class Position(NamedTuple):
-    """The position in a shard."""
-
     shard: int
     taken: int = 0  # samples
     state: str = ""  # the shard's state dict after `state_count` samples, as JSON; "" without
@@ -170,7 +167,6 @@ class StreamCursor(BaseCursor):
         self._shards = {}
 
     def _read_steps(self) -> Iterator[Any]:
-        """Yield a batch for each step until no rank has samples."""
         batches = iter(self._loader)
         ended = list[Position]()
         while True:
@@ -212,7 +208,6 @@ class StreamCursor(BaseCursor):
             yield batch
 
     def _begin_reading(self) -> None:
-        """Assign the rest of the epoch's shards to this rank's readers."""
         shards = self._order["shards"]
         order = Order(shards, self._order["seed"], self._epoch, bool(self._order["shuffle"]))
         queues: list[list[Position]] = [[] for _ in range(self._reader_count)]
@@ -283,7 +278,6 @@ class StreamCursor(BaseCursor):
 
 
 def _check_stream(dataset: object) -> None:
-    """Raise unless the stream has shards with positions that count samples."""
     if not isinstance(dataset, Stream):
         raise TypeError(
             f"a Cursor cannot resume a {type(dataset).__name__}, which has no positions. Add "

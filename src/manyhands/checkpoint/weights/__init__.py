@@ -40,7 +40,7 @@ def load_weights(
     name_in_source: Callable[[str], str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> IncompatibleNames:
-    """Load weights from plain files into a model, wrapped or not. Call it on every rank.
+    """Load weights from plain files into a model. Call this function on every rank.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -48,20 +48,19 @@ def load_weights(
     >>> mh.load_weights(model, "linear.pt")
     IncompatibleNames(missing_keys=[], unexpected_keys=[])
 
-    Each rank reads only its slices, straight into the model's memory, and converts floating-point
-    types if needed. Parameters on the meta device receive memory on this rank: build a model there,
-    and load it before levels 0 to 2 of `shard` or after level 3.
+    Each rank reads only slices of this rank into the model's memory, and converts floating-point
+    types. Parameters on the meta device receive memory: load them before levels 0 to 2 of `shard`,
+    or after level 3.
 
     The source uses the plain model's names. If names or shapes do not match, every rank raises the
     RuntimeError of torch's `load_state_dict`, and the model does not change. For a tied tensor any
     of the names is accepted.
 
     Args:
-        model: the model to load into.
+        model: the model to load into, wrapped or not.
         source: a folder in Hugging Face's layout (`model.safetensors`, `pytorch_model.bin`, or
-            several files with an index), a safetensors file, a file of
-            `torch.save(model.state_dict())`, or a dict of tensors. Pickled files are read with
-            `weights_only=True`.
+            files with an index), a safetensors file, a file of `torch.save(model.state_dict())`, or
+            a dict of tensors. Pickled files are read with `weights_only=True`.
         strict: False ignores names that only the model or only the source has, and returns them.
         name_in_source: maps a name in the model to the name in the source.
         process_group: the ranks that load together. Default: all ranks.
@@ -79,7 +78,7 @@ def save_weights(
     max_shard_size: int | str = "5GB",
     process_group: dist.ProcessGroup | None = None,
 ) -> list[Path]:
-    """Write a model, wrapped or not, as safetensors files. Call it on every rank.
+    """Write a model as safetensors files. Call this function on every rank.
 
     >>> import torch, manyhands as mh
     >>> [path.name for path in mh.save_weights(torch.nn.Linear(3, 1), "exported")]
@@ -87,15 +86,15 @@ def save_weights(
 
     The files use the plain model's names. A model above `max_shard_size` is split into
     `model-00001-of-00003.safetensors` and so on, with an index. If the model has a transformers
-    config, `config.json` is written too, and `from_pretrained` can read the folder. Rank 0 writes
-    the files; sharded tensors are gathered one at a time. A tied tensor is written once.
+    config, `config.json` is written, and `from_pretrained` can read the folder. Rank 0 writes the
+    files. Sharded tensors are gathered one at a time. A tied tensor is written once.
 
     Returns the paths of the weight files. If a rank fails, every rank raises, and earlier files
     remain unchanged.
 
     Args:
-        model: the model to write.
-        folder: a folder of rank 0. It is created, and files of an earlier call are replaced.
+        model: the model to write, wrapped or not.
+        folder: a folder of rank 0. Files of an earlier call are replaced.
         max_shard_size: the maximum bytes of tensors per file, as a number or a text such as "2GB".
             A larger tensor is stored in a separate file.
         process_group: the ranks that share the model. Default: all ranks.

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from manyhands._arguments import file_path
+from manyhands.checkpoint._commit import parse_json, read_text
 from manyhands.checkpoint._folder import OpenFile
-from manyhands.checkpoint._json import parse_json, read_text
 from manyhands.checkpoint._reader import SafetensorsFile
 
 SINGLE = "model.safetensors"
@@ -52,20 +52,18 @@ class Weights(ExitStack):
             else:
                 self.where = os.fspath(file_path("source", source, "Or give a dict of tensors."))
                 for path in find_files(Path(self.where)):
-                    self._add_file(path)
+                    if path.suffix != ".safetensors":
+                        self._add_mapping(_load_state_dict(path), str(path))
+                        continue
+                    opened = OpenFile(Path(os.path.realpath(path)))
+                    self.callback(opened.close)
+                    plain = SafetensorsFile(opened, path)
+                    for name, entry in plain.entries.items():
+                        read = partial(plain.read, name)
+                        self.tensors[name] = Weight(entry.shape, entry.dtype, read)
         except BaseException:
             self.close()
             raise
-
-    def _add_file(self, path: Path) -> None:
-        if path.suffix != ".safetensors":
-            self._add_mapping(_load_state_dict(path), str(path))
-            return
-        opened = OpenFile(Path(os.path.realpath(path)))
-        self.callback(opened.close)
-        plain = SafetensorsFile(opened, path)
-        for name, entry in plain.entries.items():
-            self.tensors[name] = Weight(entry.shape, entry.dtype, partial(plain.read, name))
 
     def _add_mapping(self, tensors: Mapping[str, object], where: str) -> None:
         for name, value in tensors.items():

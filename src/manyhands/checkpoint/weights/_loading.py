@@ -127,7 +127,6 @@ def match_weights(
 
 
 def _by_plain_name(stored: dict[str, Any], names: ModelNames) -> dict[str, Any]:
-    """Return the weights without the name parts of wrappers."""
     plain = {plain_name(name, WRAPPER_NAMES): weight for name, weight in stored.items()}
     ours = (*names.tensors, *names.aliases)
     if all(name.startswith(DATA_PARALLEL) for name in plain) and not any(

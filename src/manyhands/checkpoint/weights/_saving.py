@@ -28,7 +28,6 @@ CONFIG = "config.json"
 
 
 def split_into_files(entries: Iterable[TensorEntry], max_size: int) -> dict[str, list[TensorEntry]]:
-    """Return the tensors of each file, in order."""
     groups = list(in_groups(entries, lambda entry: entry.nbytes, max_size)) or [[]]
     files = {}
     for number, group in enumerate(groups, 1):
@@ -43,7 +42,6 @@ def split_into_files(entries: Iterable[TensorEntry], max_size: int) -> dict[str,
 def write_file(
     path: Path, entries: Sequence[TensorEntry], get_tensor: Callable[[str], Tensor]
 ) -> None:
-    """Write a file. `get_tensor` is called for each name in turn."""
     file = NewFile(path)
     try:
         _format.write(file, entries, lambda each: get_tensor(each.name), checked=False)
@@ -53,7 +51,6 @@ def write_file(
 
 
 def publish(scratch: Path, folder: Path, files: dict[str, list[TensorEntry]], config: str) -> None:
-    """Move complete files, index and config to the folder, and remove earlier files."""
     for old in (*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX):
         if old.name not in files:
             old.unlink(missing_ok=True)
@@ -73,7 +70,6 @@ def publish(scratch: Path, folder: Path, files: dict[str, list[TensorEntry]], co
 
 
 def write_model(model: nn.Module, folder: Path, max_size: int, ranks: RankGroup) -> list[Path]:
-    """Write the files of a model. Return their paths."""
     names = run_on_all(ranks, lambda: find_names(model))
     entries = [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in names.tensors.items()]
     listed = [f"{entry.name} {entry.shape} {entry.dtype}" for entry in entries]
