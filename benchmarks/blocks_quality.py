@@ -130,7 +130,6 @@ STEPS = {
 }
 SHOWN = (  # outer step and share on the page; the file has all settings
     ("DiLoCo, default (0.7, 0.9)", 0),
-    ("DiLoCo (1, 0.8)", 25),
     ("DiLoCo (1, 0.5)", 10),
     ("DiLoCo (1, 0.5)", 25),
     ("LocalSGD", 25),
@@ -236,7 +235,9 @@ LEFT_OUT = (  # of the page; the file has them
     "LocalSGD, H = 128",
     "LocalSGD, H = 32, overlap",
     "BMUF, H = 8",
+    "BMUF, H = 32",
     "BMUF, H = 128",
+    "DiLoCo, H = 32, int8",
     "DiLoCo, H = 32, int8, momentum 0.5, 5 % warm-up",
 )
 BYTES = "bytes: after the warm-up; in all"

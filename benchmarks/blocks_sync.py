@@ -33,6 +33,7 @@ LEFT_OUT = (  # of the page; the file has them
     "per tensor, average",
     "manyhands DiLoCo, float32",
     "manyhands BMUF, int4",
+    "manyhands BMUF, bfloat16",
     "torchft DiLoCo",  # its result is not the mean
 )
 Row = dict[str, Any]

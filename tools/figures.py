@@ -788,7 +788,7 @@ def blocks_sync() -> Figures:
 
     yield figure(
         page,
-        "{} × (95 %: {} to {}) as fast as one all-reduce for each tensor by wall time, {} × by CPU "
+        "{} × (95 %: {} to {}) as fast as an all-reduce per tensor by wall time, {} × by CPU "
         "time; through sockets {} × (95 %: {} to {}) and {} ×.",
         *(*interval(bmuf_shared["speed"]), interval(bmuf_shared["cpu_speed"])[0]),
         *(*interval(bmuf["speed"]), interval(bmuf["cpu_speed"])[0]),
