@@ -757,7 +757,8 @@ def short_runs() -> Figures:
         "With 40 or 80 rounds, these settings lost up to {} points (AdamW) and {} (SGD; medians of "
         "five small tasks each, two seeds) against synchronous training, and up to {} on the worst "
         "task. "
-        "The defaults without warm-up lost {} to {} (DiLoCo) and {} to {} (BMUF) with 5 to 80 rounds.",
+        "The defaults without warm-up lost {} to {} (DiLoCo) and {} to {} (BMUF) with 5 to 80 "
+        "rounds.",
         *(span(advised[0])[1], span(advised[1])[1], f"{worst:.1f}"),
         *(*span(defaults[0]), *span(defaults[1])),
     )

@@ -78,7 +78,6 @@ class AnchorBucket:
 
 
 def even_range(length: int, index: int, count: int) -> tuple[int, int]:
-    """Return the start and end of range `index` of `count` equal ranges."""
     return length * index // count, length * (index + 1) // count
 
 
@@ -183,8 +182,6 @@ def memory_order(params: Sequence[Tensor]) -> float:
 
 
 class AnchorState(TypedDict):
-    """Saved anchor and memories, by bucket."""
-
     order: float  # `memory_order` of the parameters
     anchor: list[Tensor]
     memories: list[list[Tensor]]
@@ -203,7 +200,6 @@ class Anchor:
     buckets: list[AnchorBucket] = field(default_factory=list)
 
     def extend(self, params: Sequence[Tensor], part: int = 0) -> None:
-        """Add parameters of an optimizer, equal on all workers."""
         for group in group_by_type(params):
             vector = FlatTensors(group)
             device = group[0].device
@@ -258,7 +254,6 @@ class Anchor:
         return params
 
     def outer_parts(self) -> Iterator[StatePart]:
-        """Yield views of anchor, memories and residual for each parameter with elements here."""
         for bucket in self.buckets:
             tensors = {"anchor": bucket.anchor}
             if bucket.residual is not None:
@@ -339,12 +334,10 @@ class ParamWatch:
         self._warned = False
 
     def note(self) -> None:
-        """Remember the version counters."""
         if not self._warned:
             self._versions = versions_of(self._anchor.params)
 
     def check(self) -> None:
-        """Warn if the parameters are not at the anchor."""
         changed = not self._warned and versions_of(self._anchor.params) != self._versions
         if changed and self._anchor.moved():
             self._warned = True

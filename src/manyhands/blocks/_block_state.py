@@ -101,17 +101,14 @@ class BlockState:
 
     @property
     def contributes(self) -> bool:
-        """Whether this worker's difference from the anchor results from training."""
         return not self.just_joined
 
     @property
     def before_blocks(self) -> bool:
-        """Whether the first anchor does not exist yet."""
         return self.steps <= self.warmup
 
     @property
     def steps_together(self) -> bool:
-        """Whether the next step follows the mean of all workers' gradients."""
         return self.steps < self.warmup and not self.local_warmup
 
     @property
@@ -145,7 +142,6 @@ class BlockState:
         )
 
     def end_block(self, steps: int) -> BlockState:
-        """End the block early, with this common count of steps."""
         assert self.steps <= steps and not self.retry, f"no block to end: {self}"
         return replace(self, steps=steps)
 
@@ -160,11 +156,9 @@ class BlockState:
     # -- the end of a warm-up ------------------------------------------------------------------
 
     def end_warmup(self) -> BlockState:
-        """Request the round that makes the first anchor."""
         return replace(self, ends_warmup=True)
 
     def begin_anchor(self) -> BlockState:
-        """Make the parameters, now equal on all workers, the first anchor."""
         assert self.ends_warmup, f"no warm-up ends: {self}"
         return replace(
             self, has_anchor=True, ends_warmup=False, diverged=False, newcomer=False, work=NO_WORK
@@ -267,7 +261,6 @@ class BlockState:
         return now._at(steps, rounds)
 
     def _at(self, steps: int, rounds: int, ends_warmup: bool = False) -> BlockState:
-        """Return the state at these counters."""
         started = steps >= self.warmup and not ends_warmup
         has = started or not self.local_warmup
         return replace(self, steps=steps, rounds=rounds, has_anchor=has, ends_warmup=ends_warmup)

@@ -185,7 +185,6 @@ class Blocks(OptimizerWrapper):
         return self._inner
 
     def _begin(self, model: nn.Module | None) -> None:
-        """Check that all workers agree, then copy the parameters of worker 0 or a crew member."""
         sync = self._sync
         params = trainable_params(self._inner)
         everything = all_params(self._inner)
@@ -229,7 +228,6 @@ class Blocks(OptimizerWrapper):
         )
 
     def _compared(self) -> dict[str, Value]:
-        """Return the facts that must be equal on all workers."""
         if not isinstance(self._inner, SeveralOptimizers):
             return self._options
         return {**self._options, "optimizers": str(self._inner)}
@@ -387,7 +385,6 @@ class Blocks(OptimizerWrapper):
                 self._extend_anchor(new)
 
     def _extend_anchor(self, params: Sequence[Tensor]) -> None:
-        """Add parameters to the anchor, separately for each optimizer, to measure each drift."""
         for number, each in enumerate(optimizers_in(self._inner)):
             own = set(map(id, all_params(each)))
             self._sync.anchor.extend([param for param in params if id(param) in own], number)

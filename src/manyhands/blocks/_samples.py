@@ -3,8 +3,7 @@
 With a `Cursor`, each worker owns a part of the epoch, and all workers have equal ledgers
 (`data/_ledger.py`). The report of the round that ends a block contains the worker's number of
 samples. If the round takes place, all workers commit all samples of the block, including samples of
-excluded workers. Each member then receives samples for the steps until the next round. A joiner
-receives the ledger with the state.
+excluded workers. Each member then receives samples for the steps until the next round.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from manyhands.data._rules import Rules
 
 
 class BlockSamples:
-    """This worker's samples, and the account of a `Cursor`."""
-
     def __init__(self, members: Members, schedule: Schedule) -> None:
         self._members = members
         self._schedule = schedule
@@ -84,7 +81,6 @@ class BlockSamples:
         self.account.commit(taken, self.number, step)
 
     def hand_out(self, state: BlockState) -> None:
-        """If due, hand out the remaining samples for the steps until the next sync round."""
         account = self.account
         if account.rules is None or not account.due:
             return
@@ -103,7 +99,6 @@ class BlockSamples:
         account.hand_out(dict.fromkeys(numbers, steps), state.steps - account.committed_at)
 
     def restart(self, state: BlockState) -> None:
-        """Hand out samples for the block of a loaded state."""
         if not self.account.taken:
             self.account.committed_at = state.steps
             self.account.due = True
@@ -111,8 +106,6 @@ class BlockSamples:
 
 
 class Rounds(Protocol):
-    """The interface of `Sync` for `SampleRounds`."""
-
     state: BlockState
     samples: BlockSamples
 

@@ -103,7 +103,6 @@ def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | Non
 
 
 def check_fits(state: SavedWorker, sync: Sync) -> None:
-    """Raise if the saved entry does not fit the parameters."""
     saved = SavedEntries(state, "blocks")
     diverged = saved.flag("diverged")
     saved.reals("clock", 2, least=-BELOW)
@@ -191,7 +190,6 @@ def _drop_pending(sync: Sync) -> None:
 
 
 def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
-    """Load residuals and clock if this rank saved them."""
     # Residuals belong to the slices that a rank rounds, which depend on rank and size.
     workers = sync.members.workers
     if saved["workers"] != [workers.size, workers.rank]:
@@ -227,7 +225,6 @@ def save_round(pending: PendingRound) -> dict[str, object]:
 
 
 def restore_round(saved: SavedEntries, anchor: Anchor) -> PendingRound:
-    """Return the round from `save_round`, before the merge."""
     fragments = saved.wholes("fragments")
     if not all(fragment < anchor.fragments for fragment in fragments):
         raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)
@@ -276,8 +273,6 @@ def _restore_mean(saved: SavedEntries) -> SnapshotPayload:
 
 
 class OuterStateParts:
-    """Blocks' state in a checkpoint (`BlocksParts` of `_optimizers/state_parts.py`)."""
-
     def __init__(self, sync: Sync, options: Options) -> None:
         self._sync = sync
         self._options = options

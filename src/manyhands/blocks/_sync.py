@@ -2,8 +2,6 @@
 
 send      When a fragment is due, a sync round averages the difference from the anchor. With
           overlap, training continues meanwhile.
-plan      With `Seconds(..., own_steps=True)`, the reports of a round determine each worker's number
-          of steps in the next block. A worker that slows down ends the block early.
 commit    All workers agree that the round took place (`averaging/_round.py`).
 merge     The outer step moves anchor and parameters.
 undo      A member was lost in the round. The remaining members repeat the round immediately; with
@@ -12,8 +10,7 @@ joiners   New members of a crew receive the common state (`_common_state.py`).
 warm-up   The round after the last warm-up step makes the first anchor.
 samples   With a `Cursor`, the round also commits the samples of the block (`_samples.py`).
 
-`Sync.state` (`_block_state.py`) is the worker's place in this sequence. The methods below carry out
-the transitions.
+`Sync.state` (`_block_state.py`) is the worker's place in this sequence.
 """
 
 from __future__ import annotations
@@ -63,8 +60,6 @@ from manyhands.blocks.averaging._round import (
 
 @dataclass
 class PendingRound:
-    """Fragments in flight, and at the end of a block buffers and optimizer state."""
-
     fragments: Sequence[int]
     merge_at: int  # merge the mean after this step of `Sync.now`
     differences: Sequence[AnchorDifference]
@@ -91,8 +86,6 @@ class PendingRound:
 
 
 class Sync:
-    """The sync rounds of this worker."""
-
     def __init__(
         self,
         members: Members,
@@ -138,11 +131,9 @@ class Sync:
 
     @property
     def now(self) -> int:
-        """The step count for merges."""
         return self.state.own if self.schedule.every.own_steps else self.state.steps
 
     def after_step(self) -> None:
-        """Send and merge the fragments that are due after the last step."""
         step = self.state.steps
         if self.state.before_blocks:
             if step == self.state.warmup:
@@ -176,7 +167,6 @@ class Sync:
                 self.after_step()
 
     def set_steps(self, step: int) -> None:
-        """Merge the rounds in flight, and continue as after `step` steps."""
         self.merge_pending()
         self.state = self.state.continue_at(step)
         self.begin_block()
@@ -223,7 +213,6 @@ class Sync:
             break
 
     def merge_pending(self, due: Sequence[int] = ()) -> None:
-        """Merge all rounds in flight; if members change, synchronize `due` too."""
         while self.pending:
             self._merge(due)
 
@@ -306,7 +295,6 @@ class Sync:
         ends_block: bool = True,
         contributes: bool = True,
     ) -> WorkerReport:
-        """Return this worker's report. `finite` covers this rank's values."""
         stop = stop_notice.received
         inner = self.members.inner
         if inner.size > 1:
@@ -356,7 +344,6 @@ class Sync:
         return result
 
     def _merge(self, due: Sequence[int] = ()) -> None:
-        """Wait for the oldest round in flight, and merge the mean."""
         pending = self.pending.popleft()
         try:
             result = self._commit(pending.background)
@@ -392,7 +379,6 @@ class Sync:
         self.restart_clock()
 
     def _discard_own_values(self) -> None:
-        """Return to the anchor, and exclude this worker from the rounds in flight."""
         self.anchor.restore_params()
         self.state = self.state.drop_steps()
         if drop_nonfinite_state(self.extras.optimizer):
@@ -477,7 +463,6 @@ class Sync:
         self.restart_clock()
 
     def _reset_after_local_warmup(self) -> None:
-        """Reset the optimizer state, because a local warm-up ends with other parameters."""
         if self.state.local_warmup and not self.extras.averages_state:
             self.extras.reset_state()
 

@@ -32,8 +32,6 @@ CHUNK_MULTIPLE = 1 << 16  # elements; a multiple of each codec's group
 
 
 class Waitable(Protocol):
-    """A message or barrier in flight."""
-
     def wait(self) -> object: ...
 
 
@@ -86,7 +84,6 @@ class PayloadChunk:
         return float(torch.dot(values, values)) if self.payload.measured else 0.0
 
     def _average(self, own: Tensor, result: RoundResult, read: Callable[[int], Tensor]) -> None:
-        """Average a slice in place over the included ranks; `read` returns a rank's values."""
         included = result.included
         if self.payload.first_only:
             included = included[:1]
@@ -104,7 +101,6 @@ class PayloadChunk:
 
 
 def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[PayloadChunk]:
-    """Return the chunks of all payloads, in equal order on every worker."""
     # An empty payload becomes an empty chunk, because reports are necessary.
     spare: list[Tensor] = []  # memory of finished chunks
     chunks: list[PayloadChunk] = []
@@ -141,7 +137,6 @@ def _chunk_length(payload: Payload) -> int:
 
 
 def elements_per_chunk(length: int) -> int:
-    """Return the elements per chunk of unencoded values."""
     return max(MIN_CHUNK, min(MAX_CHUNK, length // 16)) // CHUNK_MULTIPLE * CHUNK_MULTIPLE
 
 
@@ -283,7 +278,6 @@ class SharedMemoryChunk(PayloadChunk):
         return sum(float(numbers[REPORT]) for numbers in self._reports)
 
     def _slice(self, worker: int, owner: int) -> Tensor:
-        """Return the slice that `owner` averages, in the place of `worker`."""
         return self._values[worker][self._cuts[owner] : self._cuts[owner + 1]]
 
 
@@ -385,7 +379,6 @@ class PairwiseChunk(PayloadChunk):
         return self._cuts[owner + 1] - self._cuts[owner]
 
     def _bytes(self, owner: int) -> int:
-        """Return the message size for a slice."""
         size = self.payload.codec.size(self._elements(owner), self.payload.dtype)
         return -(-(MESSAGE_HEAD + size) // 8) * 8  # view(float64) needs a multiple of 8
 

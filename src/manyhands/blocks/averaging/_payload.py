@@ -8,11 +8,9 @@ TensorPayload    buffers, optimizer state or gradients, averaged in place
 SnapshotPayload  a copy of a `TensorPayload`, later overwritten with the mean
 Extras           buffers and optimizer state, averaged or reset
 
-Payloads of parameters are differences from the anchor (`blocks/_anchor.py`).
-
 The mean excludes workers with non-finite values. A finite norm proves that all values are finite,
-and reads the memory once. A norm may overflow (in float32 the square of 3e19 is infinite), so if it
-is not finite, the maximum absolute value decides.
+and reads the memory once. If the norm overflows (in float32 the square of 3e19 is infinite), the
+maximum absolute value decides.
 
 Each tensor has a *key*, equal on all workers and across restarts: the index of a buffer in the
 model, or the index of a parameter with the name of its state. The mean is written to the current
@@ -58,14 +56,11 @@ SAMPLES_INCOMPLETE = -2.0
 
 
 class Work(NamedTuple):
-    """Steps of a worker, and their samples."""
-
     steps: int = 0
     counted: int = 0  # steps with a known number of samples
     samples: int = 0  # of the counted steps
 
     def plus(self, samples: int | None) -> Work:
-        """Add a step and the number of samples, if known."""
         if samples is None:
             return self._replace(steps=self.steps + 1)
         return Work(self.steps + 1, self.counted + 1, self.samples + samples)
@@ -179,7 +174,6 @@ class RoundResult:
 
     @property
     def averages_state(self) -> bool:
-        """Whether every worker had optimizer state to average."""
         return min(report.state_elements for report in self.reports) > 0
 
 
@@ -263,7 +257,6 @@ class SnapshotPayload(Payload):
         self.values[start : start + mean.numel()].copy_(mean)
 
     def copy_to(self, result: RoundResult, tensors: Mapping[str, Tensor]) -> None:
-        """Set the tensors with these keys, if they still exist, to the mean."""
         if not result.included:
             return
         for key, mean in zip(self.keys, self.values.split(self.sizes), strict=True):
@@ -278,7 +271,6 @@ class SnapshotPayload(Payload):
 
 
 def make_payloads(tensors: Mapping[str, Tensor], first_only: bool = False) -> list[TensorPayload]:
-    """Return a payload for each type and device, without integer and bool tensors."""
     groups: dict[object, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.is_complex():
@@ -371,7 +363,6 @@ class Extras:
         return found
 
     def buffer_tensors(self) -> list[Tensor]:
-        """Return the model's current buffers without duplicates, or none if not synchronized."""
         found: dict[int, Tensor] = {}
         if self.buffers != "keep":
             for module in self.modules:

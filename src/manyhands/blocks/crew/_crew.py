@@ -24,17 +24,14 @@ a member has left.
         exchange_a_last_time()
     crew.leave()
 
-_roster.py contains the shared decisions. _enrollment.py compares the options of workers and admits
-processes to a generation. The training state belongs to the caller.
+_roster.py contains the shared decisions. _enrollment.py admits processes to a generation. The
+training state belongs to the caller.
 
-The members of a generation are connected by a gloo group that can be aborted. gloo cannot cancel a
-message to a suspended process: `abort` returns immediately and has no effect (torch 2.13), so the
-message waits for the timeout. On Linux, we therefore shut down the connections of the group, and
-every pending message fails at both ends.
-
-In rare cases, a message still waits for the timeout: if the sending thread finds the connection
-broken, gloo forgets the message. The destructor of the group waits for the thread, so groups are
-destroyed in a separate thread.
+gloo cannot cancel a message to a suspended process (torch 2.13: `abort` has no effect, and the
+message waits for the timeout). On Linux, we therefore shut down the connections of the group, and
+every pending message fails at both ends. In rare cases gloo forgets a message on a broken
+connection. The destructor of the group then waits for the timeout, so a separate thread destroys
+groups.
 """
 
 from __future__ import annotations
@@ -184,7 +181,6 @@ class Crew:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The numbers of the workers, in rank order."""
         return self._membership.members
 
     @property
@@ -246,7 +242,6 @@ class Crew:
             self._grace.begin_block()
 
     def _enroll(self, connection: StoreConnection, facts: MemberFacts) -> None:
-        """Connect to the store, and compare this worker's facts with the run."""
         monitor = HeartbeatMonitor(self.stall)
         client = StoreClient(connection.store, monitor.interval, connection.signer)
         try:
@@ -318,7 +313,6 @@ class Crew:
         self._depart(left=True)
 
     def drop_out(self) -> None:
-        """Leave like a dead worker, so that no member waits for this worker."""
         self._depart()
 
     def abort(self) -> None:
@@ -411,7 +405,6 @@ class Crew:
             return False
 
     def _close(self, enrollment: Enrollment, steps: int) -> bool:
-        """Announce the end, and wait up to `patience` seconds for all other announcements."""
         generation = self.generation
         round_index = self._round
         shared = enrollment.shared
@@ -461,7 +454,6 @@ class Crew:
         return kept
 
     def _settle(self, enrollment: Enrollment, arrived: bool, sync_round: bool) -> bool:
-        """Report the arrival, and wait until the roster contains a decision."""
         generation = self.generation
         round_index = self._round
         shared = enrollment.shared
@@ -515,13 +507,11 @@ class Crew:
 
     @property
     def _longest_wait(self) -> float:
-        """Seconds to wait for a living member."""
         if self._grace is None:
             return self.patience
         return min(self.patience, self._grace.seconds(self.size))
 
     def _lost(self, roster: Roster) -> tuple[int, ...]:
-        """Return the numbers of the members known to be lost."""
         if roster.generation != self.generation:
             return (self.number,)  # a later generation excludes this worker
         lost = (self._joined().shared.silent | roster.gone) & set(roster.ids)
@@ -535,7 +525,6 @@ class Crew:
     # -- from one generation to the next -------------------------------------------------------
 
     def _begin_alone(self) -> None:
-        """Start a generation of this worker alone, in a crew without a store."""
         self._membership = Membership(self.generation + 1, (self.number,))
         self.regroup_due = False
 
@@ -571,13 +560,11 @@ class Crew:
                 return
 
     def _disconnect(self) -> None:
-        """Abort the group, which ends in the background."""
         if self._transport is not None:
             self._transport.release()
             self._transport = None
 
     def _connect(self) -> bool:
-        """Connect the members; return False if that fails or a member is lost."""
         if self.size == 1 or self._connection is None:
             return True
         prefix = f"{PREFIX}group/{self.generation}/{self.inner.rank}"
@@ -598,8 +585,6 @@ class Crew:
 
 @dataclass(frozen=True)
 class Membership:
-    """A generation, and the rank of this worker."""
-
     generation: int = 0
     members: tuple[int, ...] = ()
     rank: int = 0
@@ -688,5 +673,4 @@ def _check_interface() -> None:
 def _or_environment(
     value: Number | None, variable: str, parse: Callable[[str], Number], default: Number
 ) -> Number:
-    """Return the argument; if None, the environment variable or the default."""
     return number_in(os.environ, variable, parse, default) if value is None else value

@@ -6,18 +6,15 @@
     enrollment.begin_incarnation()                      take a new id and start a heartbeat
     roster = enrollment.wait_for_generation(version, after=0, longest_wait=600.0)
 
-`Crew` (_crew.py) implements rounds and connections.
-
 `MemberFacts` must be equal on all workers of a crew: options and averaged tensors, as JSON text.
-The text of the first worker becomes the text of the run. A worker with a different text is refused
-with an error that lists the differences. (Ranks of a process group compare such facts when the
-optimizer is created, see `_ranks/agreement.py`. The members of a crew are never present together.)
+The text of the first worker becomes the text of the run. Workers with a different text are refused
+with an error that lists the differences.
 
     {"options": {"every": "16", ...},
      "parameter": [["encoder.weight", "(4, 3) float32 on cpu"], ...], "buffer": [...]}
 
-Tensors are averaged by position, so the order matters, and only names can reveal a different order.
-Names are not compared if they are unknown or if two workers share no name (one model is wrapped).
+Tensors are averaged by position, and only names can reveal a different order. Names are not
+compared if they are unknown or if two workers share no name (one model is wrapped).
 
 With a quorum, each worker first tries to connect to all other workers at their *doors*: ports that
 accept and close connections. The request to join lists unreachable workers, and the next generation
@@ -73,8 +70,6 @@ DescribedTensor = tuple[str, str]  # name (empty if unknown), description
 
 @dataclass(frozen=True)
 class MemberFacts:
-    """Description of a worker's options and tensors."""
-
     text: str
 
     @classmethod
@@ -148,7 +143,6 @@ class Siblings:
         self.incarnation = int(incarnations[0])
 
     def enter(self, roster: Roster, own: str) -> None:
-        """Store the ids of the other processes of this worker in a generation."""
         ids = (id for id in roster.ids if roster.worker_of(id) == self.number)
         self.ids = frozenset(ids) - {own}
 
@@ -243,7 +237,6 @@ class Enrollment:
             client.put(f"{PREFIX}door/{self.id}", self._door.address)
 
     def close(self) -> None:
-        """End the connection to the store and the watching thread, and close the door."""
         self._closed.set()
         if self._watch.is_alive():
             self._watch.join(1.0)
@@ -252,7 +245,6 @@ class Enrollment:
             self._door.close()
 
     def _find_unreachable(self) -> tuple[str, ...]:
-        """Return the processes in the roster that this process cannot reach."""
         if self._door is None:
             return ()
         shared = self.shared
@@ -346,7 +338,6 @@ class Enrollment:
         self.shared.ask_to_join(Member(self.id, version, self.siblings.incarnation, self._cut_from))
 
     def _check_number_is_free(self, roster: Roster) -> None:
-        """Raise if an earlier incarnation with this number is alive."""
         # A dead incarnation may remain in the roster, so require an advancing heartbeat. Exclude
         # earlier ids of this process: a delayed heartbeat may arrive after a network cut.
         number = self.siblings.process_number
@@ -361,7 +352,6 @@ class Enrollment:
 
 
 def check_not_failed(roster: Roster, generation: int, number: int) -> None:
-    """Raise if a member of this generation failed before the first sync round."""
     if roster.failed and roster.generation == generation:
         numbers = sorted({roster.worker_of(id) for id in roster.failed} - {number})
         raise RuntimeError(
@@ -377,7 +367,6 @@ def _incarnation_of(id: str) -> int:
 def _name_all(
     tensors: Sequence[Tensor], descriptions: Sequence[str], modules: Sequence[nn.Module]
 ) -> list[DescribedTensor]:
-    """Return (name, description) of each parameter or buffer."""
     names = names_in(modules, tensors) or [""] * len(tensors)
     return list(zip(names, descriptions, strict=True))
 
@@ -416,7 +405,6 @@ class Door:
         threading.Thread(target=self._accept, name="manyhands door", daemon=True).start()
 
     def _accept(self) -> None:
-        """Accept and close connections, in a thread."""
         while not self._closed.is_set():
             try:
                 self._listening.accept()[0].close()

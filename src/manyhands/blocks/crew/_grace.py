@@ -26,8 +26,6 @@ REGROUP = 1.0  # seconds: estimate before the first regrouping
 
 
 class GraceWindow:
-    """The durations that a member has measured, and the resulting patience."""
-
     def __init__(self) -> None:
         self._waits: deque[float] = deque(maxlen=32)  # from arrival until the round was kept
         self._blocks: deque[float] = deque(maxlen=8)  # from a round until the next arrival
@@ -42,11 +40,9 @@ class GraceWindow:
         self._arrived = time.monotonic()
 
     def keep_round(self) -> None:
-        """Add the durations of the current round."""
         self.add_round(self._arrived - self._began, time.monotonic() - self._arrived)
 
     def add_round(self, block: float, waited: float) -> None:
-        """Add the durations of a successful round."""
         self._blocks.append(block)
         self._waits.append(waited)
 
@@ -54,7 +50,6 @@ class GraceWindow:
         self._regroups.append(seconds)
 
     def forget_rounds(self) -> None:
-        """Discard the durations of earlier rounds."""
         self._waits.clear()
         self._blocks.clear()
 

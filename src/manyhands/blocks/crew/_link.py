@@ -43,8 +43,6 @@ Answer = TypeVar("Answer")
 
 
 class CrewLink:
-    """A launcher's connection to the store and view of the crew."""
-
     def __init__(
         self,
         store: str,
@@ -67,7 +65,6 @@ class CrewLink:
         self._cut_off: frozenset[str] = frozenset()  # processes present at the last loss
 
     def _connect(self, former_id: str = "") -> SharedRoster:
-        """Connect to the store, and add this launcher to the roster."""
         client = StoreClient(self.store, 1.0, self.signer)
         try:
             shared = SharedRoster(client, HeartbeatMonitor(STOPPED_LIMIT), self.processes)
@@ -83,7 +80,6 @@ class CrewLink:
         return shared
 
     def _watched(self, roster: Roster) -> list[str]:
-        """Return the watched processes: those of this launcher, or all if it serves the store."""
         if self.serving:
             found = {*roster.everyone, *roster.launchers}
         else:
@@ -133,8 +129,6 @@ class CrewLink:
             return None
 
     def report_end(self, number: int, left: bool) -> Roster | None:
-        """Tell the crew that a worker has ended."""
-
         def report(shared: SharedRoster) -> Roster:
             for inner_rank in range(self.processes):
                 shared.report_end(number * self.processes + inner_rank, left)
@@ -159,7 +153,6 @@ class CrewLink:
         return numbers
 
     def others_have_ended(self) -> bool:
-        """Return whether all workers and launchers of other hosts have ended."""
         roster = self.ask(SharedRoster.refresh)
         if roster is None or self.shared is None:
             return False
@@ -169,7 +162,6 @@ class CrewLink:
         return ended >= {*roster.here, *roster.launchers}
 
     def leave(self) -> None:
-        """Remove this launcher from the roster and close the connection."""
         shared = self.shared
         if self._return is not None:
             self._return.closed.set()
@@ -204,8 +196,6 @@ class CrewLink:
 
 
 class ReturnToStore:
-    """Tries to connect until the store answers."""
-
     def __init__(self, store: str, connect: Callable[[], SharedRoster]) -> None:
         self.shared: SharedRoster | None = None  # set when the store answers
         self.error = f"the store at {store} does not answer."  # of the last attempt

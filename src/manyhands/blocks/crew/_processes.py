@@ -1,17 +1,13 @@
 """Forward the output of a launcher's processes, and end all processes with the launcher.
 
 OutputForwarder   forwards output line by line, prefixed with the name of the process
-write_or_drop     writes output, and ignores errors such as a full disk
-say               writes a message of the launcher
-how_it_ended      names an exit code or a signal; killed_from_outside: a signal, but no crash
 Guard             a process that kills workers if the launcher is killed
 die_with_parent   lets the system kill workers when the launcher dies (Linux)
 
 The guard process runs this file as a script, with the running process groups as arguments. From
-standard input it reads `+PID` for each process group that the launcher starts and `-PID` for each
-ended group, one per line. When the launcher dies, the pipe closes, and the guard kills the
-remaining groups. This file imports only the standard library, so that the guard starts within
-milliseconds and stays small.
+standard input it reads `+PID` for each started process group and `-PID` for each ended group. When
+the launcher dies, the pipe closes, and the guard kills the remaining groups. This file imports only
+the standard library, so that the guard starts within milliseconds and stays small.
 """
 
 from __future__ import annotations
@@ -47,20 +43,17 @@ class OutputForwarder:
         self._selector.register(pipe, selectors.EVENT_READ, (pipe, name, target))
 
     def forward(self, seconds: float) -> None:
-        """Wait up to this long for output, and forward it."""
         if not self._selector.get_map():
             time.sleep(seconds)  # without pipes, select() returns immediately
         for key, _ in self._selector.select(seconds):
             self._read(key.data[0])
 
     def finish(self, pipes: Iterable[IO[bytes]]) -> None:
-        """Forward the remaining output of an ended process, and close the pipes."""
         for pipe in pipes:
             if pipe in self._unfinished:  # else closed already
                 self._read(pipe, last=True)
 
     def _read(self, pipe: IO[bytes], last: bool = False) -> None:
-        """Read a pipe and forward complete lines; with `last`, also the incomplete line."""
         _, name, target = self._selector.get_key(pipe).data
         data = self._unfinished[pipe]
         while True:
@@ -103,12 +96,10 @@ def write_or_drop(target: TextIO | None, data: bytes) -> OSError | None:
 
 
 def say(message: str) -> OSError | None:
-    """Print a message of the launcher."""
     return write_or_drop(sys.stderr, f"manyhands run: {message}\n".encode())
 
 
 def how_it_ended(code: int) -> str:
-    """Return "exit code 1", or the name of a signal (a negative code)."""
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
@@ -125,12 +116,10 @@ class Guard:
         self._groups: set[int] = set()
 
     def add(self, group: int) -> None:
-        """Report a process group that has started."""
         self._groups.add(group)
         self._write(f"+{group}")
 
     def remove(self, group: int) -> None:
-        """Report a process group that has ended."""
         self._groups.discard(group)
         self._write(f"-{group}")
 
@@ -140,7 +129,6 @@ class Guard:
             self._start()
 
     def close(self) -> None:
-        """End the guard."""
         if self._process is not None:
             self._process.communicate()  # closes the input, which ends the guard
 
@@ -204,7 +192,6 @@ def tie_group_to(end: int) -> None:
 
 
 def kill_groups_left_behind() -> None:
-    """Track process groups until the launcher dies, and kill the remaining groups."""
     groups = set(map(int, sys.argv[1:]))
     for line in sys.stdin:  # ends with the launcher
         change = groups.add if line[0] == "+" else groups.discard

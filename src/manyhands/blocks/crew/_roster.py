@@ -4,39 +4,33 @@ All workers share one roster, stored as JSON text. A *round* is an exchange betw
 generation: a sync round, which moves the anchor, or a state transfer to joiners.
 
     generation           number of the current generation: the members that share a process group
-    rounds               rounds that this generation has completed: index of the current round
+    rounds               completed rounds of this generation: index of the current round
     ended                the generation runs no more rounds; members and waiting processes form the
                          next generation
     ended_kept           whether the last round was kept or undone
     members              incarnations: "3.2" is process number 3, started for the second time
-    waiting              processes that ask to join the next generation, each with the processes
-                         that it cannot reach: members must all reach each other
+    waiting              processes that ask to join the next generation
     left, dead           members that finished; members known to have died
     done                 number of processes that have finished since the run started
     missed               members that a later generation excluded (`MissedMember`)
-    synced                a sync round was kept, so a loss costs work (a state transfer does not
-                         count)
+    synced               a sync round was kept, so a loss costs work
     all_lost             all members that took part in a sync round are lost, with their state
-    revision             number of changes that led to this roster. A replayed older text has a
-                         lower revision
+    revision             number of changes; a replayed older text has a lower revision
     incarnations         number of starts of each process
     worker_incarnations  number of starts of each worker, for workers with multiple processes
     facts                checksums of the facts that all workers share, per inner rank
     failed               members that ended with an error before the first sync round: the run ends
     refused              numbers of processes that were refused because their facts differ
-    closing              members that have taken all steps (`ClosingMember`). They run a last
-                         round if all other members finished after equal steps, and leave otherwise
-    silent               in a large crew: processes reported to be silent, each with the
-                         last heartbeat count
+    closing              members that have finished their steps (`ClosingMember`): they run a last
+                         round if all other members finished after equal steps, else they leave
+    silent               in a large crew: silent processes with their last heartbeat counts
     launchers            launchers that still need the store
     run                  name of the run, drawn by the first process
     processes            processes per worker. Inner rank p of worker n is process number
-                         n * processes + p. A worker joins with all processes of an incarnation, or
-                         not at all
+                         n * processes + p. A worker joins with all processes, or not at all
 
-Every change replaces the full text by compare-and-set. Of two concurrent changes, the first wins
-and the second is computed again. Every question (is the round kept? who joins the next
-generation?) therefore has a single answer.
+Every change replaces the text by compare-and-set. Of two concurrent changes, the first wins
+and the second is computed again, so every question has a single answer.
 
 This module works on plain values: no store, clock or process group.
 """
@@ -77,8 +71,6 @@ NO_VERSION = Version()
 
 
 class Member(NamedTuple):
-    """An incarnation of a process."""
-
     id: str
     version: Version
     worker_incarnation: int = 0  # equal in all processes of a worker that started together
@@ -168,7 +160,6 @@ class Roster:
 
     @property
     def gone(self) -> frozenset[str]:
-        """Members that have finished or died."""
         return frozenset((*self.left, *self.dead))
 
     @property
@@ -190,22 +181,18 @@ class Roster:
         return bool(self.left) and self.gone >= set(self.ids)
 
     def worker_of(self, id: str) -> int:
-        """Return the worker number of a process."""
         return number_of(id) // self.processes
 
     def is_replaced(self, id: str) -> bool:
-        """Return whether the process number has a newer incarnation."""
         number, _, incarnation = id.partition(".")
         return dict(self.incarnations).get(int(number), 0) > int(incarnation)
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Worker numbers of the members, in rank order."""
         return tuple(dict.fromkeys(map(self.worker_of, self.ids)))
 
     @property
     def _versions(self) -> list[Version]:
-        """Version of each worker, in rank order."""
         versions: dict[int, Version] = {}
         for member in self.members:
             worker = self.worker_of(member.id)
@@ -324,24 +311,20 @@ class Roster:
         return self.generation != generation or self.ended or self.rounds > round_index
 
     def close(self, id: str, generation: int, round_index: int, steps: int) -> Roster:
-        """Record that a member has finished after this number of steps."""
         if self.generation != generation or self.ended or id not in self.ids:
             return self
         closing = ClosingMember(id, round_index, steps)
         return replace(self, closing=(*_others(self.closing, {id}), closing))
 
     def closing_at(self, round_index: int) -> dict[str, int]:
-        """Return the steps of each member that closes at this round, by id."""
         return {m.id: m.steps for m in self.closing if m.round_index == round_index}
 
     # -- joining and leaving -------------------------------------------------------------------
 
     def count_incarnation(self, number: int) -> Roster:
-        """Count a start of the process with this number."""
         return replace(self, incarnations=_count(self.incarnations, number))
 
     def count_worker_incarnation(self, worker: int) -> Roster:
-        """Count a start of this worker with all processes."""
         return replace(self, worker_incarnations=_count(self.worker_incarnations, worker))
 
     def set_facts(self, inner_rank: int, digest: str) -> Roster:
@@ -351,7 +334,6 @@ class Roster:
         return replace(self, facts=(*self.facts, (inner_rank, digest)))
 
     def refuse(self, number: int) -> Roster:
-        """Refuse the process with this number because the facts differ."""
         return replace(self, refused=tuple(sorted({*self.refused, number})))
 
     def ask_to_join(self, *asking: Member) -> Roster:
@@ -369,7 +351,6 @@ class Roster:
         )
 
     def without(self, *ids: str, left: bool = False) -> Roster:
-        """Remove processes that finished (`left`) or died."""
         gone = tuple(id for id in self.ids if id in ids and id not in self.gone)
         waiting = _others(self.waiting, ids)
         rest = replace(self, waiting=waiting, missed=_others(self.missed, ids))
@@ -385,16 +366,13 @@ class Roster:
         return rest
 
     def without_number(self, number: int, left: bool = False) -> Roster:
-        """Remove all incarnations of the process with this number."""
         ids = (id for id in self.everyone if number_of(id) == number)
         return self.without(*ids, left=left)
 
     def with_launcher(self, launcher: str) -> Roster:
-        """Add a launcher that needs the store."""
         return replace(self, launchers=(*self.launchers, launcher))
 
     def without_launcher(self, launcher: str) -> Roster:
-        """Remove a launcher after its end."""
         return replace(self, launchers=tuple(id for id in self.launchers if id != launcher))
 
     # -- the next generation -------------------------------------------------------------------
@@ -500,19 +478,16 @@ class Roster:
 
 
 def _others(entries: Iterable[Any], ids: Collection[str]) -> tuple[Any, ...]:
-    """Return the entries with other ids."""
     return tuple(entry for entry in entries if entry.id not in ids)
 
 
 def _count(counts: tuple[tuple[int, int], ...], number: int) -> tuple[tuple[int, int], ...]:
-    """Increase the count of a number."""
     known = dict(counts)
     known[number] = known.get(number, 0) + 1
     return tuple(sorted(known.items()))
 
 
 def _to_tuples(value: Any) -> Any:
-    """Convert lists, including nested lists, to tuples."""
     if isinstance(value, list):
         return tuple(map(_to_tuples, value))
     return value

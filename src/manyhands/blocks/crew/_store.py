@@ -1,9 +1,9 @@
 """Access to a crew's store: calls that cannot hang, signed values, heartbeats and the roster.
 
 A call to a store on a frozen or unreachable host does not return and cannot be canceled. A thread
-with a separate connection therefore makes the calls. The caller waits until the store has been
-silent for `STORE_TIMEOUT` seconds since the start of the unanswered call. Between calls, the thread
-writes this worker's heartbeat, independent of the rest of the process.
+with a separate connection therefore makes the calls, and the caller waits until the store has been
+silent for `STORE_TIMEOUT` seconds. Between calls, the thread writes this worker's heartbeat,
+independent of the rest of the process.
 
     client = StoreClient("10.0.0.1:29400", interval=1.0, signer=signer)
     client.put("name", "value")                # signed
@@ -15,17 +15,16 @@ Only a process with the run's secret can produce a signed value:
 
     value = HMAC(secret, key | text) | text    HMAC-SHA256, in hexadecimal
 
-The signature covers the key, so a value copied to a different key is invalid. A signature does not
-prove that a value is the newest: readers check counters in the text (of changes, heartbeats and
-rounds). Values without a valid signature are ignored, counted and logged.
+The signature covers the key, so a value copied to a different key is invalid. To detect older
+values, readers check counters in the text (of changes, heartbeats and rounds).
 
-Two methods of torch's store are not used. `add` fails and breaks the connection if a stranger has
-stored a text that is not a number. `wait` hangs if a stranger deletes the key.
+Two methods of torch's store are not used: `add` breaks the connection if a stranger has stored a
+text that is not a number, and `wait` hangs if a stranger deletes the key.
 
 All keys start with "manyhands/":
 
     roster            the roster (_roster.py)
-    revision          the roster's revision: cheap to read while watching for changes
+    revision          the roster's revision: cheap to read while watching for changes; not signed
     heartbeat/ID      a counter that a living process increases, with the last known revision
     asks/G            requests of members of generation G to join the next generation, one per line
     arrived/G/ID      the latest round of generation G at which this member has arrived
@@ -35,12 +34,9 @@ All keys start with "manyhands/":
     expected          number of workers for the first round
     group/G/P/...     addresses of the gloo group of inner rank P in generation G
 
-Keys of a generation are deleted after the first round of a later generation.
-
-All values are signed except the revision, which is only a hint. A stranger may overwrite or delete
-the roster, or restore an older roster. Processes that detect this write the last known roster
-again, unless a living process knows a newer revision: heartbeats contain the revision known to
-their sender. A decision that was read only by dead processes is lost, and the members decide again.
+A stranger may overwrite, delete or restore the roster. Processes that detect this write the last
+known roster again, unless the heartbeat of a living process contains a newer revision. A decision
+that was read only by dead processes is lost, and the members decide again.
 """
 
 from __future__ import annotations
@@ -104,8 +100,6 @@ log = logging.getLogger("manyhands")
 
 
 class Signer:
-    """Signs and verifies the values of a run."""
-
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
         self.ignored = 0  # number of invalid values
@@ -129,7 +123,6 @@ class Signer:
         return cls(secret)
 
     def sign(self, key: str, text: str) -> str:
-        """Return the value to store under this key."""
         return self.signature(key, text.encode()) + text
 
     def verify(self, key: str, value: bytes) -> str | None:
@@ -186,7 +179,6 @@ class StoreClient(MessageBox):
         self._thread.start()
 
     def call(self, name: str, *args: object) -> Any:
-        """Call the store's method of this name and return the result."""
         result: Future[Any] = Future()
         self._calls.put((result, name, args))
         while self._error is None:
@@ -202,7 +194,6 @@ class StoreClient(MessageBox):
         raise StoreLost(self.store, self._error) from self._error
 
     def put(self, key: str, text: str) -> None:
-        """Store a text, signed."""
         self.call("set", key, self.signer.sign(key, text))
 
     def append(self, key: str, text: str) -> None:
@@ -219,7 +210,6 @@ class StoreClient(MessageBox):
         return value
 
     def text_of(self, key: str, value: bytes | None) -> str:
-        """Return the text of a stored value, or "" if the signature is invalid."""
         return "" if value is None else self.signer.verify_or_ignore(key, value) or ""
 
     def read_all(self, keys: Sequence[str]) -> list[str]:
@@ -229,7 +219,6 @@ class StoreClient(MessageBox):
         return list(map(self.read, keys))
 
     def start_heartbeat(self, key: str) -> None:
-        """Start increasing the signed counter under this key."""
         self._heartbeats = 0
         self._heartbeat_key = key
         self.put(key, self._next_heartbeat())
@@ -239,7 +228,6 @@ class StoreClient(MessageBox):
         return f"{self._heartbeats} {self.known_revision}"
 
     def close(self) -> None:
-        """End the thread and the heartbeat."""
         self._calls.put(None)
         self._thread.join(1.0)  # a hanging call ends with the process, as the thread is a daemon
 
@@ -275,7 +263,6 @@ class StoreClient(MessageBox):
 
 
 def parse_address(store: str) -> tuple[str, int]:
-    """Return the host and port of "host:port"."""
     host, colon, port = str(store).rpartition(":")
     if not (host and colon and port.isdigit()):
         raise ValueError(f'store is "host:port", such as "10.0.0.1:29400", got {shown(store)}.')
@@ -297,7 +284,6 @@ def next_pause(pause: float, members: int) -> float:
 
 
 def connect_to_store(store: str) -> TCPStore:
-    """Connect to a store that may still be starting."""
     host, port = parse_address(store)
     timeout = timedelta(seconds=STORE_TIMEOUT)
     try:
@@ -366,7 +352,6 @@ class StoreConnection:
         self._failures = 0  # consecutive groups that failed to connect
 
     def acquire(self) -> TCPStore:
-        """Return the connection, or a new connection if the last user has not returned it."""
         # A client cannot be shared while a call waits, as in a group that never connects.
         client = self._client
         self._client = None
@@ -376,7 +361,6 @@ class StoreConnection:
         self._client = client
 
     def forget(self) -> None:
-        """Drop the connection after the store was lost."""
         self._client = None
 
     def count_failure(self, connected: bool, error: Exception | None, number: int) -> None:
@@ -452,8 +436,6 @@ class SignedStore(Store):
 
 
 class SharedRoster:
-    """A process's view of the shared roster."""
-
     def __init__(self, client: StoreClient, monitor: HeartbeatMonitor, processes: int = 1) -> None:
         self.client = client
         self.monitor = monitor
@@ -547,7 +529,6 @@ class SharedRoster:
             time.sleep(ASK_PAUSE * len(before.ids))
 
     def _ask_for_all(self, key: str, member: Member) -> None:
-        """Ask for this member and all members on the list under this key."""
         listed = dict[str, Member]()
         for line in (self.client.fetch(key) or b"").splitlines():
             text = self.client.text_of(key, line)
@@ -573,7 +554,6 @@ class SharedRoster:
         self.client.known_revision = roster.revision
 
     def _accept(self, found: bytes | None) -> None:
-        """Adopt the stored roster. If invalid, repair the stored roster first."""
         until = time.monotonic() + REPAIR_TIMEOUT
         roster, wrong = self._parse(found)
         while roster is None:
@@ -662,14 +642,12 @@ class SharedRoster:
         return counts
 
     def report_end(self, number: int, left: bool = False) -> None:
-        """Report that the process with this number has finished (`left`) or died."""
         self.refresh()
         self.change(lambda roster: roster.without_number(number, left))
 
     # -- arriving at rounds --------------------------------------------------------------------
 
     def arrive(self, generation: int, round_index: int, id: str) -> None:
-        """Report that this member has received all data of the round."""
         # Members arrive simultaneously. A separate key per member avoids contention on the roster.
         self.client.put(f"{PREFIX}arrived/{generation}/{id}", str(round_index))
 
