@@ -69,7 +69,6 @@ class AnchorBucket:
         return [*self.memories, *residual]
 
     def pieces(self) -> Iterator[tuple[Tensor, slice, int]]:
-        """Yield each parameter in the span, with the slice of the span and the first element."""
         begin, end = self.span
         for param, (first, last) in zip(self.params, self.vector.spans, strict=True):
             if max(first, begin) < min(last, end):
@@ -218,14 +217,12 @@ class Anchor:
             )
 
     def begin(self) -> None:
-        """Set the anchor to the parameters, which must be equal on all workers."""
         for bucket in self.buckets:
             bucket.vector.read(bucket.span[0], bucket.anchor)
             for tensor in bucket.outer_tensors():
                 tensor.zero_()
 
     def all_gather_inner(self, fragments: Sequence[int]) -> None:
-        """Exchange the slices that the ranks of a worker have moved."""
         if self.inner.size == 1:
             return
         for bucket in self.buckets:

@@ -95,7 +95,6 @@ class BlockState:
 
     @property
     def version(self) -> Version:
-        """The progress of this worker, for comparison with other members of a crew."""
         rounds = self.rounds if self.has_anchor else -1
         return Version(rounds, not self.newcomer, self.steps, not self.ends_warmup)
 
@@ -167,7 +166,6 @@ class BlockState:
     # -- a sync round --------------------------------------------------------------------------
 
     def send(self, fragments: Sequence[int]) -> BlockState:
-        """Start a round of these fragments; a retry must come first."""
         assert not self.retry or self.retry == tuple(fragments), f"not what is repeated: {self}"
         assert not self.ends_warmup, f"not the round that ends the warm-up: {self}"
         return replace(self, in_flight=self.in_flight + 1, retry=())
@@ -188,7 +186,6 @@ class BlockState:
         )
 
     def undo(self, retry: Sequence[int] = ()) -> BlockState:
-        """Abandon the oldest round in flight, and set fragments to repeat."""
         return replace(self, in_flight=self.in_flight - 1, retry=tuple(retry))
 
     def return_to_anchor(self) -> BlockState:

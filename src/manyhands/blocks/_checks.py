@@ -45,7 +45,6 @@ Options = Mapping[str, Value]
 
 
 def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) -> Optimizer:
-    """Return the optimizer, or a list of optimizers as one, or raise if wrapping is impossible."""
     if not isinstance(given, list | tuple):
         return _check_optimizer(class_name, given, blocks)
     if not given:
@@ -177,7 +176,6 @@ def _describe_shards(params: Sequence[Tensor]) -> list[str]:
 def check_not_averaged(
     class_name: str, workers: RankGroup, optimizer: Optimizer, model: nn.Module | None
 ) -> None:
-    """Raise if a wrapper averages gradients over the workers, or warn if that is uncertain."""
     if workers.size == 1:
         return
     way_out = (

@@ -67,7 +67,6 @@ class CommonParts:
     # -- state transfer ------------------------------------------------------------------------
 
     def pack(self, state: BlockState) -> bytes:
-        """Return the common state as bytes, for a joiner."""
         if not state.anchor_in_use:  # in a warm-up, transfer the parameters
             self.anchor.begin()
         transferred: TransferredState = {
@@ -84,7 +83,6 @@ class CommonParts:
         return file.getvalue()
 
     def take_over(self, data: bytearray, state: BlockState) -> BlockState:
-        """Load another member's packed state; return this worker's new state."""
         # `weights_only`: never run code from the network.
         saved: TransferredState = torch.load(io.BytesIO(data), "cpu", weights_only=True)
         self.anchor.load(saved)

@@ -344,7 +344,6 @@ class Blocks(OptimizerWrapper):
     def _step_inner(
         self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
     ) -> object:
-        """Step the inner optimizer, unless a `GradScaler` skips the step."""
         # `bool` synchronizes with the device, so it is a last resort.
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None

@@ -39,7 +39,6 @@ class BlockSamples:
         self._counted = (self._counted or 0) + samples
 
     def end_step(self) -> int | None:
-        """Count a step; return the number of samples if known."""
         samples = self._counted
         self._counted = None
         if self.account.rules is None:
@@ -156,7 +155,6 @@ class SampleRounds:
         self._samples.hand_out(self._rounds.state)
 
     def load(self, rules: Rules, ledger: Ledger) -> None:
-        """Continue with a saved ledger, unless this worker has received a later one."""
         if self._rounds.state.joined_late:
             return
         if self._samples.joined_late:

@@ -147,7 +147,6 @@ def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
 
 @torch.no_grad()
 def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
-    """Continue from the saved state, or start an anchor at the parameters."""
     _drop_pending(sync)
     if saved is None:
         sync.anchor.begin()
@@ -205,7 +204,6 @@ def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
 
 
 def save_round(pending: PendingRound) -> dict[str, object]:
-    """Wait for a round in flight, and return it as plain values and tensors."""
     pending.background.finished()
     result = pending.background.result
     if result is None:

@@ -57,8 +57,8 @@ class Schedule:
         self.plan: dict[int, int] = {}
         self.number = 0  # of this worker
         self.seconds = 0.0  # of the block on the slowest worker; 0: no step was timed yet
-        # The mean of the workers' steps minus the common count. It results from rounding and from
-        # blocks that ended early. The next block compensates for it.
+        # The mean of the workers' steps minus the common count, from rounding and from blocks that
+        # ended early. The next block compensates for it.
         self.ahead = 0.0
 
     @property
@@ -142,12 +142,11 @@ class Schedule:
         self.follow(dict(zip(numbers, steps, strict=True)), number, taken, slowest)
 
     def follow(self, plan: Mapping[int, int], number: int, taken: float, seconds: float) -> None:
-        """Set each worker's steps; `taken` is the workers' mean in the previous block."""
         self.plan = dict(plan)
         self.number = number
         self.seconds = seconds
         self.ahead += taken
-        # Exceed the overlap, whose steps were not counted.
+        # Exceed the uncounted steps of the overlap.
         mean = sum(plan.values()) / len(plan)
         self.length = max(self.overlap + 1, round(self.ahead + mean))
 

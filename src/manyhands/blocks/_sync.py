@@ -111,7 +111,6 @@ class Sync:
     # -- the life of a block -------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Warn once if the parameters are not at the anchor at the start of a block."""
         if self.state.anchor_in_use and not self.state.diverged:
             self._watch.check()
 
@@ -120,7 +119,6 @@ class Sync:
             self._watch.note()
 
     def count_step(self) -> None:
-        """Count a step, including a step that the optimizer skipped."""
         state = self.state
         if self.alone or state.steps < state.warmup:
             steps = state.steps + 1
@@ -173,14 +171,13 @@ class Sync:
         self.restart_clock()
 
     def begin_block(self) -> None:
-        """Enter the block of the current step, skipping earlier steps."""
         start = self.schedule.every.first_start(max(self.state.steps, self.state.warmup))
         self.schedule.begin(start, self.schedule.length)
 
     def sync_now(self, *, closing: bool = False) -> None:
         """Merge all rounds in flight, then synchronize all fragments if diverged."""
         # `closing`: all members have arrived. If a merge admits joiners, they take part in the next
-        # round. If this worker received the state, the other members completed that round.
+        # round.
         fragments = range(self.schedule.fragments if self.anchor.buckets else 0)
         if self.state.has_let_in and self.state.diverged and fragments and not closing:
             # The joiners are training and do not know about this round. End the generation: the
@@ -228,14 +225,12 @@ class Sync:
         return just_merged or not self.state.diverged
 
     def seconds_to_merge(self) -> float:
-        """Estimate the seconds until the anchor contains the steps of this block."""
         schedule = self.schedule
         steps = max(0, schedule.own + schedule.overlap - schedule.into(self.state.steps))
         seconds, taken = self.clock.elapsed(self.state.own)
         return steps * seconds / max(taken, 1)
 
     def received_tensors(self) -> list[Tensor]:
-        """Return the tensors with the run's state, after joining a run."""
         if not self.state.joined_late:
             return []
         return [*self.anchor.params, *self.extras.buffer_tensors()]
@@ -320,7 +315,6 @@ class Sync:
     def _start(
         self, payloads: Sequence[Payload], state: Sequence[Payload], report: WorkerReport
     ) -> BackgroundSync:
-        """Start a round in a thread if needed, otherwise run it here."""
         before = self.pending[-1].background if self.pending else None
         background = BackgroundSync(
             lambda workers: SyncRound(workers, report).run(payloads, state),
@@ -422,9 +416,9 @@ class Sync:
     def average_gradients(self, params: Sequence[Tensor]) -> bool:
         """Set every gradient to the workers' mean, and return whether the mean is usable.
 
-        Used in a shared warm-up. If no worker has a gradient for a parameter, the gradient remains
-        None. After a state transfer, this worker's gradients belong to old parameters and are
-        excluded. If the transfer ended the warm-up, there is no mean.
+        If no worker has a gradient for a parameter, the gradient remains None. After a state
+        transfer, this worker's gradients belong to old parameters and are excluded. If the transfer
+        ended the warm-up, there is no mean.
         """
         # Workers may use different parameters but must send equal payloads. Zeros replace missing
         # gradients, and `present` says which gradients exist.

@@ -73,7 +73,6 @@ class PayloadChunk:
             out.zero_()  # in a sum, NaN would reach all workers; codecs need finite numbers
 
     def _read_all(self, report: WorkerReport, out: Tensor, squares: list[float]) -> None:
-        """Fill `out` with the chunk's values, and add the squared length to both `squares`."""
         self._read(report, 0, out)
         square = self._square(out)
         squares[0] += square
@@ -201,7 +200,6 @@ class AllReduceChunk(PayloadChunk):
         return square
 
     def _allocate(self, size: int) -> Tensor:
-        """Return memory for `size` elements, from a finished chunk if possible."""
         payload = self.payload
         for index, spare in enumerate(self._spare):
             if (spare.numel(), spare.dtype, spare.device) == (size, payload.dtype, payload.device):
@@ -299,8 +297,7 @@ class PairwiseChunk(PayloadChunk):
         values    send each owner this worker's encoded values of the owner's slice
         mean      send all workers the encoded mean of this worker's slice
 
-    Each worker sends 2 (N-1)/N of the encoded payload, as in a ring all_reduce. A ring adds values
-    on the way, so it would have to decode and encode at every hop.
+    A ring all_reduce sends equal amounts, but would have to decode and encode at every hop.
 
     Without rounding, values and mean are computed directly in the message:
 
@@ -415,7 +412,6 @@ class PairwiseChunk(PayloadChunk):
         return self._incoming[rank][:size].cpu().view(torch.float64).tolist()
 
     def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
-        """Send each other worker a message, and receive `sizes[rank]` bytes from each."""
         if self.workers.size > 1:
             rank = self.workers.rank
             # No message to this worker.

@@ -114,7 +114,9 @@ class Integers(Grouped):
         scales = data[: 2 * groups].view(torch.bfloat16).to(dtype)
         codes = data[2 * groups :].view(torch.int8)
         if self.bits == 4:
-            codes = torch.cat([(codes << 4) >> 4, codes >> 4])  # an arithmetic shift keeps the sign
+            codes = torch.cat(
+                [(codes << 4) >> 4, codes >> 4]
+            )  # arithmetic shifts preserve the sign
         values = codes.view(-1, self.group).to(dtype).mul_(scales.unsqueeze(1))
         return values.flatten()[:elements]
 

@@ -3,7 +3,7 @@
 Work             steps and samples of a worker
 WorkerReport     a few numbers about a worker, sent with the chunks
 RoundResult      all reports and squared lengths; equal on all workers
-Payload          tensors of one type from a worker, read and written in ranges
+Payload          tensors of a type from a worker, read and written in ranges
 TensorPayload    buffers, optimizer state or gradients, averaged in place
 SnapshotPayload  a copy of a `TensorPayload`, later overwritten with the mean
 Extras           buffers and optimizer state, averaged or reset
@@ -115,7 +115,7 @@ REPORT = len(WorkerReport._fields) + 2
 
 
 class Payload:
-    """Tensors of one type and device, as a flat sequence of `length` elements."""
+    """Tensors of a common type and device, as a flat sequence of `length` elements."""
 
     length: int
     dtype: torch.dtype
@@ -143,8 +143,6 @@ def fingerprint(options: object) -> float:
 
 
 class Squares:
-    """Squared lengths of the differences in a part of the payloads."""
-
     def __init__(self, workers: int) -> None:
         self.by_rank = [0.0] * workers  # as sent; 0 if not finite
         self.exact = [0.0] * workers  # before rounding; not saved
@@ -163,7 +161,6 @@ class RoundResult:
         return [rank for rank, report in enumerate(self.reports) if report.included]
 
     def weights(self, ranks: Sequence[int]) -> list[float]:
-        """Return the weights of these ranks in the mean: all 1 if equal."""
         weights = [self.reports[rank].weight for rank in ranks]
         return [1.0] * len(weights) if len(set(weights)) == 1 else weights
 
@@ -181,7 +178,7 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
     for same in group_by_type([local_shard(tensor).detach() for tensor in tensors]):
         if same[0].is_complex():
             same = list(map(torch.view_as_real, same))
-        # One fused kernel and one device synchronization, instead of one per tensor.
+        # A fused kernel, with a single device synchronization.
         lengths = torch._foreach_norm(same, dtype=accumulation_dtype(same[0].dtype))
         if torch.stack(lengths).isfinite().all():
             continue
@@ -297,7 +294,6 @@ def trainable_params(optimizer: Optimizer) -> list[Tensor]:
 
 
 def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Return state tensors with the shape of a parameter, but no scalars, in a fixed order."""
     found = {}
     for number, param in enumerate(all_params(optimizer)):
         if not param.requires_grad:
@@ -311,7 +307,6 @@ def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> di
 
 
 def drop_nonfinite_state(optimizer: Optimizer) -> bool:
-    """Delete non-finite state, by parameter; return whether there was any."""
     dropped = False
     for param, state in list(optimizer.state.items()):
         if not isinstance(param, Tensor):
@@ -329,7 +324,6 @@ def drop_nonfinite_state(optimizer: Optimizer) -> bool:
 class Extras:
     """Buffers and optimizer state, averaged or reset at the end of a block.
 
-    Without `model`, `_find_modules` searches the garbage collector for the model of the parameters.
     `buffers` and `state` are options of `Blocks`.
     """
 

@@ -235,7 +235,6 @@ class BackgroundSync(threading.Thread):
             self._done.set()
 
     def finished(self, seconds: float | None = None) -> bool:
-        """Wait until the round has ended, up to `seconds`; return whether it has."""
         return self._done.wait(seconds)
 
 
@@ -347,7 +346,6 @@ class StepClock:
         self.restart(0)
 
     def restart(self, step: int, seconds: float = 0.0, steps: float = 0) -> None:
-        """Time steps from now, with this many seconds and steps already counted."""
         self._start = (time.perf_counter() - seconds, step - int(steps))
         self._measured = (-1, 0.0)  # step and answer of the last `seconds_per_step`
 

@@ -100,23 +100,22 @@ Number = TypeVar("Number", int, float)
 class Crew:
     """The workers of a run, and this worker's membership.
 
-    `store` is "host:port" of a torch TCPStore. `number` identifies this worker; a restarted worker
-    uses the same number. `expected` is the number of workers at the start. A worker without a
-    heartbeat for `stall` seconds is considered lost. Members wait up to `patience` seconds for a
-    living worker. With `patience="auto"`, members wait as long as waiting costs less than
-    proceeding, estimated from the durations of earlier rounds.
-    A round needs at least `quorum` workers; with fewer workers, members wait for new workers.
-    Finished workers count as well. With a quorum above 1, a worker that is cut off from the store
-    waits until the store is reachable, and joins again.
+    `store` is "host:port" of a torch TCPStore. `number` identifies this worker, also after a
+    restart. `expected` is the number of workers at the start. A worker that sends no heartbeat for
+    `stall` seconds is considered lost. Members wait up to `patience` seconds for a living worker.
+    With `patience="auto"`, members wait as long as waiting costs less than proceeding, estimated
+    from the durations of earlier rounds.
+    A round needs at least `quorum` workers; finished workers count as well. With a quorum above 1,
+    a worker that is cut off from the store waits until the store is reachable, and joins again.
     A worker may consist of multiple processes that train a model together, as with DDP or FSDP.
-    Pass their process group as `inner_group`, and the same number in all of these processes.
+    Pass their process group as `inner_group`, and an equal number in all of these processes.
     Workers sign all values in the store with `secret`, which must be equal on every worker, and
-    ignore values without a valid signature.
+    ignore other values.
     Omitted arguments are read from environment variables that `manyhands run` sets:
     MANYHANDS_STORE, MANYHANDS_SECRET, MANYHANDS_WORKER, MANYHANDS_WORKERS, MANYHANDS_STALL,
     MANYHANDS_PATIENCE and MANYHANDS_QUORUM.
 
-    Without a store, the crew has a single worker, starts no threads, and keeps every round.
+    If there is no store, the crew has a single worker, starts no threads, and keeps all rounds.
 
     >>> import torch, manyhands as mh
     >>> param = torch.nn.Parameter(torch.zeros(1))
@@ -140,7 +139,7 @@ class Crew:
     ) -> None:
         self.inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         self.store = store or os.environ.get("MANYHANDS_STORE") or None
-        self._connection: StoreConnection | None = None  # None without a store
+        self._connection: StoreConnection | None = None
         if self.store:
             parse_address(self.store)  # raises if malformed
             stop_notice.in_crew = True
@@ -189,12 +188,10 @@ class Crew:
 
     @property
     def source(self) -> int:
-        """The rank that sends state to joiners."""
         return self._membership.source
 
     @property
     def joiners(self) -> tuple[int, ...]:
-        """The ranks that need the state."""
         return self._membership.joiners
 
     @property
@@ -203,17 +200,14 @@ class Crew:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The members' gloo group (a ProcessGroupGloo); None in a crew of a single worker."""
         return None if self._transport is None else self._transport.group
 
     @property
     def run(self) -> str | None:
-        """The name of the run, drawn by the first worker; None before this worker joins."""
         return None if self._enrollment is None else self._enrollment.shared.roster.run
 
     @property
     def ignored(self) -> int:
-        """Number of values in the store that this worker ignored as invalid."""
         return 0 if self._connection is None else self._connection.signer.ignored
 
     # -- joining and leaving -------------------------------------------------------------------
@@ -287,7 +281,6 @@ class Crew:
         self.regroup_due = True
 
     def _return_to_store(self, connection: StoreConnection) -> None:
-        """Wait until the store answers again, and enroll as a new process."""
         former = self._joined()
         self._disconnect()
         former.close()
@@ -325,7 +318,6 @@ class Crew:
             self._transport.abort()
 
     def _depart(self, left: bool = False) -> None:
-        """Tell the members that this worker has left or ends (`atexit`)."""
         enrollment = self._enrollment
         self._enrollment = None
         self._membership = replace(self._membership, members=())  # the rank decides who saves
@@ -392,9 +384,9 @@ class Crew:
     def close(self, steps: int) -> bool:
         """Announce that this worker is done; return whether to run a last round before leaving.
 
-        True if all other members finish after the same number of steps. False if members continue
-        or have taken more steps: these members run the next round without this worker, as after a
-        death. With a quorum, also False if the store is unreachable: then `regroup_due` is set.
+        True if all other members finish after an equal number of steps. Otherwise the remaining
+        members run the next round alone, as after a death. With a quorum, also False if the store
+        is unreachable: then `regroup_due` is set.
         """
         if self._enrollment is None or self.size == 1 == self.inner.size:
             return True
@@ -419,9 +411,8 @@ class Crew:
             if roster.generation != generation or own not in closing:
                 return False
             all_known = {*closing, *roster.gone, *shared.silent} >= {*roster.ids}
-            # A closing member that noticed a loss earlier has ended the generation, and waits for
-            # the last round in the next generation. If a training member has ended the generation,
-            # leave.
+            # If a closing member has ended the generation after a loss, the last round takes place
+            # in the next generation. If a training member has ended the generation, leave.
             regrouping = roster.waiting_ids.intersection(roster.ids)
             if (all_known or regrouping & closing.keys()) and {*closing.values()} == {steps}:
                 return True
@@ -444,7 +435,7 @@ class Crew:
         try:
             kept = self._settle(self._joined(), arrived, sync_round)
         except StoreLost:
-            # Members may have kept the round. After regrouping, they send their state.
+            # The decision is unknown. After regrouping, members send their state.
             self._note_cut()
             return False
         if self._grace is not None:
@@ -469,15 +460,15 @@ class Crew:
                 # Repeat the report, because a stranger may have erased it.
                 reported = time.monotonic()
                 shared.arrive(generation, round_index, enrollment.id)
-            # The last member to arrive sees all reports and keeps the round. In a large crew, N
-            # members would read N reports, so there only the first member looks, repeatedly.
+            # The last member to arrive sees all reports. In a large crew, N members would read N
+            # reports, so there only the first member looks, repeatedly.
             if len(roster.ids) > WATCHED:
                 look = arrived and enrollment.id == roster.ids[0]
             if look and not (missing := shared.not_arrived(generation, round_index, missing)):
                 roster = shared.change(lambda r: r.keep(generation, round_index, sync_round))
                 continue
             if not arrived or self._find_hindrance(roster, began):
-                # Has no effect if the round was kept concurrently: the loop then finds it kept.
+                # Has no effect if the round was concurrently decided.
                 roster = shared.change(lambda roster: roster.undo(generation, round_index))
                 continue
             time.sleep(pause)
@@ -491,7 +482,6 @@ class Crew:
         return kept
 
     def _find_hindrance(self, roster: Roster, began: float) -> tuple[str, tuple[int, ...]] | None:
-        """Return the reason why a round cannot be kept, and the numbers of lost workers."""
         closing = roster.closing_at(self._round)
         if closing and roster.generation == self.generation and self._joined().id not in closing:
             numbers = tuple(sorted(set(map(roster.worker_of, closing))))
@@ -554,8 +544,8 @@ class Crew:
                 )
             if not self._connect():
                 shared.change(lambda roster: roster.undo(self.generation, 0))
-            # Each inner rank has a separate group, and one of these groups may have failed. A round
-            # decides for all processes of all workers whether everything is connected.
+            # Each inner rank has a separate group, which may have failed. A round decides for all
+            # processes of all workers.
             elif self.inner.size == 1 or self.settle(True, sync_round=False):
                 return
 
@@ -613,12 +603,10 @@ class GlooTransport:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to this long; return whether there is a group or an error."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def abort(self) -> None:
-        """Fail all pending messages of the group, at both ends."""
         self._aborted = True
         with self._lock:  # prevents a concurrent release
             if self._held is not None:

@@ -93,7 +93,7 @@ class MemberFacts:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def differences(self, text: str, digest: str) -> list[str]:
-        """Return the differences from the run's text, whose checksum is `digest`."""
+        """Return the differences from the run's text with the checksum `digest`."""
         # The roster contains the correct checksum. The text may be missing or forged.
         if MemberFacts(text).digest != digest:
             return ["training options (the store no longer contains the run's description)"]
@@ -124,7 +124,6 @@ class Siblings:
         self.ids: frozenset[str] = frozenset()  # of the other processes in this generation
 
     def agree_on_incarnation(self, shared: SharedRoster) -> None:
-        """Set this worker's incarnation number in all processes."""
         if self.inner.size == 1:
             return
         roster = shared.refresh()
@@ -147,10 +146,6 @@ class Siblings:
         self.ids = frozenset(ids) - {own}
 
     def check(self, roster: Roster, late: bool) -> None:
-        """Raise if a process of this worker is gone, was restarted, or is missing when `late`.
-
-        Suspended processes may wake up, so the worker waits until `late` is set.
-        """
         if self.inner.size == 1:
             return
         present = 0
@@ -184,7 +179,6 @@ class Enrollment:
         self.expected = expected
         self.patience = patience
         self.quorum = quorum
-        # Without a quorum, both halves of a partitioned network would continue.
         self._door: Door | None = None
         if quorum > 1:
             self._door = Door(own_address(shared.client.store))
@@ -222,7 +216,6 @@ class Enrollment:
         raise JoinRefused(self.siblings.number, differences)
 
     def begin_incarnation(self) -> None:
-        """Take a new id and start a heartbeat under this id."""
         client = self.shared.client
         number = self.siblings.process_number
         if not self.own_ids:  # later changes are made by libraries
@@ -308,7 +301,7 @@ class Enrollment:
                 ended = now
             if waited > self.patience or (ended is not None and now - ended > longest_wait):
                 # Treat late living members as lost. The time counts from the end of their
-                # generation, because members may be in the middle of a block before.
+                # generation, because members may be inside a block before.
                 silent |= set(roster.absent(silent))
             late = waited > START_PATIENCE
             if late and not warned and not roster.has_quorum(silent, self.quorum):
@@ -374,7 +367,6 @@ def _name_all(
 def _tensor_differences(
     kind: str, own: Sequence[DescribedTensor], run: Sequence[DescribedTensor]
 ) -> list[str]:
-    """Return a line for each tensor that differs between this worker and the run."""
     lines = []
     # Compare only names that occur in both models, because one of these may be wrapped.
     common = {name for name, _ in own} & {name for name, _ in run} - {""}
@@ -409,13 +401,11 @@ class Door:
             try:
                 self._listening.accept()[0].close()
             except OSError:
-                # Closed, or a temporary error: the caller has gone (ECONNABORTED), too many open
-                # files (EMFILE, ENFILE), no memory (ENOBUFS, ENOMEM), ... New connections wait in
+                # Closed, or a temporary error such as too many open files. New connections wait in
                 # the backlog, which callers also accept as an answer.
                 self._closed.wait(PAUSE)
 
     def close(self) -> None:
-        """Stop answering, and end the thread."""
         self._closed.set()
         # shutdown() wakes a thread in accept(), unlike close().
         with suppress(OSError):  # some systems have no shutdown of a listening socket
@@ -428,7 +418,7 @@ def unreachable(
 ) -> tuple[str, ...]:
     """Return the ids with closed doors; `addresses` maps ids to doors.
 
-    Do not wait for silent processes: after a network cut they have neither door nor heartbeat.
+    Do not wait for silent processes, which may be behind a network cut.
     """
     cut = set(addresses)
     left = set()

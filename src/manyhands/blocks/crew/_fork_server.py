@@ -100,7 +100,6 @@ def changed_variables() -> dict[str, str | None]:
 
 
 def describe_changes(signer: Signer) -> str:
-    """Return the names of the changed variables, each with a signature of its value."""
     changed = changed_variables()
     return json.dumps({name: _sign_value(signer, name, changed[name]) for name in changed})
 
@@ -134,7 +133,7 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self.ready = False
         self._changed: dict[str, str | None] = {}  # variables changed by imports in the server
-        # Without a subreaper, the parent of forked workers would be init.
+        # Otherwise the parent of forked workers would be init.
         linux = sys.platform.startswith("linux")
         self._works = linux and ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0) == 0
 
@@ -143,7 +142,6 @@ class ForkServer:
         return None if self._process is None else self._process.pid
 
     def watch(self) -> None:
-        """Start or replace the server process, and check whether it is ready."""
         if self._process is None:
             if self._works and time.monotonic() - self._began > REPLACE:
                 try:
@@ -160,7 +158,6 @@ class ForkServer:
             self._changed = json.loads(changed or "{}")
 
     def differences(self, described: str, signer: Signer) -> list[str]:
-        """Return the variables changed by a worker that have a different value in the server."""
         found = []
         for name, signature in json.loads(described).items():
             value = self._changed.get(name, self._environment.get(name))
@@ -286,7 +283,6 @@ def _find_problem() -> str | None:
 
 
 def _take_over(environment: Mapping[str, str], out: int, err: int, begin: int) -> None:
-    """Redirect output, set the environment, and seed random generators of a new worker."""
     import torch
 
     for number, end in enumerate((out, err), 1):

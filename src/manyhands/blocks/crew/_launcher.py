@@ -9,7 +9,7 @@ A worker is a process, or multiple processes that train a model together and end
     a crash (SIGSEGV, ...)   counts as an error
     other signals            sent from outside: always restarted, after a growing pause if the
                              worker ran for a short time only
-    suspended                killed after `STOPPED_LIMIT` seconds without a heartbeat
+    suspended                killed after `STOPPED_LIMIT` seconds of silence
 
 Workers that die after all other workers have finished are not restarted, and their exit codes do
 not count.
@@ -139,7 +139,6 @@ class Launcher:
             self._fork_server = ForkServer(self.command, self.environment, preload, self._output)
 
     def run(self) -> int:
-        """Run until all workers have ended; return the exit code."""
         with self._handle_signals():
             try:
                 while self._exit_code is None and not self._stop_signal and self._has_work():
@@ -256,8 +255,7 @@ class Launcher:
     def _own_environment(
         self, worker: LaunchedWorker, inner_rank: int, run: str, port: int | None
     ) -> dict[str, str]:
-        # The launcher serves the store of the worker's process group, like torchrun, because a
-        # store on torch's rank 0 would listen on all interfaces.
+        # A store on torch's rank 0 would listen on all interfaces.
         values: dict[str, object] = {"MANYHANDS_WORKER": worker.number, "MANYHANDS_RUN": run}
         if port is not None:
             # Selects the GPU, so count all processes of this host.
@@ -269,7 +267,6 @@ class Launcher:
         return {name: str(value) for name, value in values.items()}
 
     def _handle_end(self, worker: LaunchedWorker, code: int) -> None:
-        """End the remaining processes of a worker, and decide about a restart."""
         self._signal(worker, signal.SIGKILL)  # other processes of the worker, and children
         self._reap(worker)
         worker.code = code
@@ -326,7 +323,6 @@ class Launcher:
         worker.store = None
 
     def _reap_strangers(self, server: ForkServer) -> None:
-        """Reap orphaned children of workers, which a subreaper inherits."""
         own = {server.pid, self._guard.pid}
         for worker in self.workers:
             own.update(process.pid for process in worker.processes)
@@ -341,7 +337,6 @@ class Launcher:
                 os.killpg(process.pid, number)
 
     def _stop_all(self) -> None:
-        """Send SIGTERM to all workers, wait for the grace period, and kill remaining workers."""
         running = [worker for worker in self.workers if worker.processes]
         for worker in running:
             self._signal(worker, signal.SIGTERM)
@@ -422,7 +417,6 @@ def _is_running(worker: LaunchedWorker) -> bool:
 
 
 def _exit_code_of(worker: LaunchedWorker) -> int | None:
-    """Return the exit code of a worker (negative: a signal); None while it runs."""
     # A worker ends when all processes are done or the first process fails.
     codes = [process.poll() for process in worker.processes]
     failed = list(filter(None, codes))

@@ -35,7 +35,7 @@ from manyhands.blocks.crew._store import (
 )
 from manyhands.errors import StoreLost
 
-STOPPED_LIMIT = 60.0  # seconds without a heartbeat after which a worker is killed
+STOPPED_LIMIT = 60.0  # seconds of silence after which a worker is killed
 EXPECTED_WAIT = 2.0  # seconds to wait for the serving launcher to publish `expected`
 PAUSE = 1.0  # seconds between two attempts; without a route, an attempt fails immediately
 ANSWER = 5.0  # seconds within which the host of the store must answer
@@ -89,8 +89,8 @@ class CrewLink:
     def agree_on_expected(self, expected: int | None) -> str:
         """Return the number of workers that the first round waits for.
 
-        The launcher that serves the store publishes the number. If the number is not published in
-        time, each other launcher publishes the number of its own workers.
+        The launcher that serves the store publishes the number. Otherwise, the first launcher to
+        wait in vain publishes the number of local workers.
         """
         assert self.shared is not None
         client = self.shared.client
@@ -111,7 +111,6 @@ class CrewLink:
     # -- while the store answers ---------------------------------------------------------------
 
     def ask(self, action: Callable[[SharedRoster], Answer]) -> Answer | None:
-        """Return the answer of an action; None while the store is lost. Reconnect after a loss."""
         shared = self.shared
         if shared is None:
             return None
@@ -137,7 +136,6 @@ class CrewLink:
         return self.ask(report)
 
     def stopped(self) -> set[int]:
-        """Return the numbers of workers without a heartbeat, such as suspended workers."""
         roster = self.ask(SharedRoster.refresh)
         if roster is None or self.shared is None:
             return set()

@@ -104,7 +104,6 @@ def how_it_ended(code: int) -> str:
 
 
 def killed_from_outside(code: int) -> bool:
-    """Return whether a process was killed by a signal that does not indicate a crash."""
     return code < 0 and how_it_ended(code) not in CRASHES
 
 
@@ -141,7 +140,6 @@ class Guard:
         return self._process is not None and self._process.poll() is None
 
     def _write(self, change: str) -> None:
-        """Send a change to the guard, or start a new guard if it was killed."""
         if self._running:
             assert self._process is not None and self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the guard was killed
@@ -162,15 +160,14 @@ class Guard:
 
 @cache
 def _lifeline() -> tuple[int, int]:
-    """Return a pipe whose second end stays open, unused, until this process dies."""
     return os.pipe()
 
 
 def die_with_parent() -> dict[str, Any]:
     """Return `Popen` options that kill the new process group when this process dies (Linux).
 
-    Linux can send a signal to a group when the other end of a pipe closes. `PR_SET_PDEATHSIG` does
-    not reach children, and cannot be combined with the pipe: a killed worker closes the pipe.
+    Linux can send a signal to a group when the other end of a pipe closes. `PR_SET_PDEATHSIG` would
+    not reach children.
     """
     if not sys.platform.startswith("linux"):
         return {}
@@ -179,7 +176,6 @@ def die_with_parent() -> dict[str, Any]:
 
 
 def tie_group_to(end: int) -> None:
-    """Let the system kill this process group when the other end of the pipe closes."""
     import fcntl  # not available on Windows
 
     with contextlib.suppress(OSError):  # unsupported: rely on the guard

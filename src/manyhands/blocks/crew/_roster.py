@@ -51,10 +51,9 @@ WATCHED = 64  # number of other processes whose heartbeats a process reads
 class Version(NamedTuple):
     """Training progress of a worker. The worker with the highest version sends state to joiners.
 
-    If no worker has state, the number of steps decides, so that joiners with no steps set no worker
-    back. A worker at the end of a warm-up ranks above workers before the last warm-up step, and
-    below workers after the round. The steps of a newcomer advance no other worker, because members
-    may run a round at the step that admitted the newcomer.
+    If no worker has state, the number of steps decides, so that new joiners set no worker back. A
+    worker at the end of a warm-up ranks above workers before the last warm-up step, and below
+    workers after the round. The steps of a newcomer advance no other worker.
     """
 
     rounds: int = -1  # sync rounds included in the state; negative: no state
@@ -84,8 +83,7 @@ class Member(NamedTuple):
 class MissedMember(NamedTuple):
     """A member of an earlier generation that the next generation excluded.
 
-    The process may have been suspended. After waking up, it reads the decision about the last round
-    here.
+    A suspended process reads the decision about the last round here after waking up.
     """
 
     id: str
@@ -103,7 +101,6 @@ class ClosingMember(NamedTuple):
 
 
 def number_of(id: str) -> int:
-    """Return the process number in an id. A restarted process has an unchanged number."""
     return int(id.partition(".")[0])
 
 
@@ -172,12 +169,10 @@ class Roster:
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        """Ids of all members, waiting processes and missed members."""
         return (*self.ids, *self.waiting_ids, *map(_id, self.missed))
 
     @property
     def finished(self) -> bool:
-        """Whether all members are gone and at least one finished."""
         return bool(self.left) and self.gone >= set(self.ids)
 
     def worker_of(self, id: str) -> int:
@@ -220,9 +215,8 @@ class Roster:
 
     def ends_with(self, generation: int, round_index: int, id: str) -> bool:
         """Return whether a settled round was the last round of the generation."""
-        # A later round may have been undone since. With multiple processes per worker, all
-        # processes must get equal answers, so the later round must not affect the answer. A worker
-        # with a single process may regroup early.
+        # All processes of a worker must get equal answers, so an undone later round must not affect
+        # the answer. A worker with a single process may regroup early.
         last: Roster | MissedMember = self
         if self.generation != generation:
             missed = self._find_missed(generation, id)
@@ -232,7 +226,6 @@ class Roster:
         return last.rounds <= round_index or (last.ended_kept and last.rounds == round_index + 1)
 
     def settled(self, generation: int, round_index: int, id: str) -> bool | None:
-        """Return whether the members kept a round; None while undecided."""
         if self.generation == generation:
             if self.rounds > round_index:
                 return True
@@ -255,16 +248,14 @@ class Roster:
 
     @property
     def here(self) -> frozenset[str]:
-        """Members and waiting processes, without finished or dead processes."""
         return self.waiting_ids.union(self.ids) - self.gone
 
     def watched_by(self, own: str) -> tuple[str, ...]:
         """Return the members and waiting processes that a process watches.
 
-        Each process watches the next processes on a ring. The order of the ring is independent of
-        hosts: if a host or half of the crew is lost, each lost process has living watchers. A
-        process also watches silent successors, to notice their return, and processes with an equal
-        number.
+        Each process watches the next processes on a ring in random order: if a host or half of the
+        crew is lost, each lost process has living watchers. A process also watches silent
+        successors, to notice their return, and processes with an equal number.
         """
         ring = sorted({*self.here, own}, key=lambda id: sha256(id.encode()).digest())
         after = ring.index(own) + 1
@@ -291,7 +282,6 @@ class Roster:
     # -- a round -------------------------------------------------------------------------------
 
     def keep(self, generation: int, round_index: int, sync_round: bool = True) -> Roster:
-        """Keep a round after all members have arrived."""
         if self._is_decided(generation, round_index):
             return self
         # The generation ends if processes wait to join or members are gone, because the process
@@ -301,7 +291,6 @@ class Roster:
         return replace(self, rounds=round_index + 1, ended=last, ended_kept=last, synced=synced)
 
     def undo(self, generation: int, round_index: int) -> Roster:
-        """Undo a round in which a member did not arrive."""
         if self._is_decided(generation, round_index):
             return self
         # A failed exchange makes the connections unusable, so the generation ends.
@@ -328,7 +317,6 @@ class Roster:
         return replace(self, worker_incarnations=_count(self.worker_incarnations, worker))
 
     def set_facts(self, inner_rank: int, digest: str) -> Roster:
-        """Set the run's facts of an inner rank, unless a process has set these facts earlier."""
         if inner_rank in dict(self.facts):
             return self
         return replace(self, facts=(*self.facts, (inner_rank, digest)))
@@ -392,7 +380,6 @@ class Roster:
 
     @property
     def admissible(self) -> list[Member]:
-        """Waiting processes that can reach all members of the current generation."""
         members = set(self.ids)
         return [m for m in self.present(set()) if members.isdisjoint(m.cut_from)]
 
@@ -415,7 +402,6 @@ class Roster:
         return sorted(best, key=_number)
 
     def absent(self, silent: Set[str]) -> tuple[str, ...]:
-        """Return members of living workers that have not asked to join the next generation."""
         lost = {self.worker_of(id) for id in self.ids if id in self.gone or id in silent}
         here = self.waiting_ids
         return tuple(id for id in self.ids if id not in here and self.worker_of(id) not in lost)
@@ -429,8 +415,8 @@ class Roster:
     ) -> bool:
         """Return whether the next generation can start.
 
-        A generation needs a `quorum` of workers and waits for all living members. Without a living
-        member, it waits for `expected` workers, unless `late` is set.
+        A generation needs a `quorum` of workers and waits for all living members. If there are
+        none, it waits for `expected` workers, unless `late` is set.
         """
         here = self.present(silent)
         if not here or len(set(map(_number, here))) < len(here):
