@@ -173,7 +173,8 @@ class BlockState:
     def commit(self, *, complete: bool, overlaps: bool, work: Work = NO_WORK) -> BlockState:
         """Count the oldest round in flight as merged, with this worker's `work`.
 
-        `complete`: the round had all fragments. `overlaps`: training continued during the round.
+        `complete`: the round had all fragments. `overlaps`: training continued during the round,
+        or the merge has mixed in local values.
         """
         return replace(
             self,

@@ -33,6 +33,7 @@ class CommonOptions(TypedDict, total=False):
 
     codec: str
     overlap: int
+    mix: float | None
     fragments: int
     state: str
     buffers: str

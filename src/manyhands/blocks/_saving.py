@@ -123,7 +123,7 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
             "model.to(memory_format=torch.channels_last). Use the memory order of the saved model."
         )
     _check_anchor(saved, sync)
-    in_flight = [restore_round(each, sync.anchor) for each in saved.parts("pending")]
+    in_flight = [restore_round(each, sync.anchor, sync.mix) for each in saved.parts("pending")]
     if in_flight and not diverged:
         raise saved.wrong("diverged", "True with rounds in flight", diverged)
 
@@ -176,7 +176,7 @@ def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
         sync.extras.initial_state = copy.deepcopy(saved["initial_state"])
     if sync.anchor.buckets and not sync.members.elastic:
         for each in SavedEntries(saved, "blocks").parts("pending"):
-            sync.pending.append(restore_round(each, sync.anchor))
+            sync.pending.append(restore_round(each, sync.anchor, sync.mix))
             sync.state = sync.state.send(each["fragments"])
     sync.samples.restart(sync.state)
 
@@ -222,7 +222,7 @@ def save_round(pending: PendingRound) -> dict[str, object]:
     }
 
 
-def restore_round(saved: SavedEntries, anchor: Anchor) -> PendingRound:
+def restore_round(saved: SavedEntries, anchor: Anchor, mix: float | None) -> PendingRound:
     fragments = saved.wholes("fragments")
     if not all(fragment < anchor.fragments for fragment in fragments):
         raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)
@@ -246,7 +246,7 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> PendingRound:
     state = list(map(_restore_mean, saved.parts("state")))
     done = BackgroundSync.already_done(result)
     return PendingRound(
-        fragments, saved.whole("merge_at"), differences, buffers, state, report, done
+        fragments, saved.whole("merge_at"), differences, buffers, state, report, done, True, mix
     )
 
 

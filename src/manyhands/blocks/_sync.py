@@ -67,12 +67,18 @@ class PendingRound:
     state: Sequence[SnapshotPayload]  # of the inner optimizer
     report: WorkerReport  # of this worker
     background: BackgroundSync
-    overlaps: bool = True  # whether training continues meanwhile
+    overlaps: bool  # whether training continues meanwhile
+    mix: float | None  # see `AnchorDifference.merge`
+
+    @property
+    def diverges(self) -> bool:
+        """Whether parameters may differ from the anchor after the merge."""
+        return self.overlaps or self.mix not in (None, 0.0)
 
     def merge(self, result: RoundResult, anchor: Anchor, extras: Extras) -> None:
         anchor.reset_frozen()  # parameters may have been frozen since the send
         for difference in self.differences:
-            difference.merge(result, self.report.included)
+            difference.merge(result, self.report.included, self.mix)
         # Buffers and state may have been replaced by new tensors since the send.
         if self.buffers:
             buffers = by_index(extras.buffer_tensors())
@@ -94,7 +100,9 @@ class Sync:
         state: BlockState,
         extras: Extras,
         options: object,
+        mix: float | None,
     ) -> None:
+        self.mix = mix
         self.members = members
         self.anchor = anchor
         self.schedule = schedule
@@ -149,7 +157,7 @@ class Sync:
             self._merge()
         # A merge may admit joiners, which have no values for fragments due before they joined.
         if due and self.members.workers is workers and self.anchor.buckets:
-            self._send(due, self.now + self.schedule.overlap)
+            self._send(due, self.now + self.schedule.overlap, self.mix)
             if not self.schedule.overlap:
                 self._merge()
 
@@ -241,11 +249,12 @@ class Sync:
 
     # -- sync rounds of fragments --------------------------------------------------------------
 
-    def _send(self, fragments: Sequence[int], merge_at: int) -> None:
+    def _send(self, fragments: Sequence[int], merge_at: int, mix: float | None = None) -> None:
         self.anchor.reset_frozen()
         overlaps = merge_at > self.now
-        # With overlap, parameters change during the round; a crew may undo the round.
-        kept_apart = overlaps or self.members.elastic
+        # With overlap, parameters change during the round; a crew may undo the round; and mixing
+        # needs the whole result.
+        kept_apart = overlaps or self.members.elastic or mix is not None
         differences = self.anchor.differences(fragments)
         if kept_apart:
             for difference in differences:
@@ -278,6 +287,7 @@ class Sync:
                 report,
                 self._start(sent, kept_state or state, report),
                 overlaps,
+                mix,
             )
         )
         self.state = self.state.send(fragments)
@@ -366,7 +376,7 @@ class Sync:
         if self.extras.state == "reset" and ends_block:
             self.extras.reset_state()
         complete = len(pending.fragments) == self.schedule.fragments
-        self.state = self.state.commit(complete=complete, overlaps=pending.overlaps, work=work)
+        self.state = self.state.commit(complete=complete, overlaps=pending.diverges, work=work)
         for later in self.pending:  # these rounds include the work just merged
             later.report = later.report.with_work(later.report.work.minus(work))
         self.regroup(due)
