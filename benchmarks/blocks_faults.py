@@ -6,8 +6,7 @@
 Part 1: 8 workers without faults, with a random worker killed or stopped every 30 s and every 15 s,
 and without faults on other batches; 16 workers with slower steps. Part 2, three times each: 8
 workers, and 16 workers on two hosts between which the line is cut, too (network namespaces; needs
-root, `ip` and `nsenter`). `faults/` has the workers' script, the faults, and a model of thousands
-of workers.
+root, `ip` and `nsenter`). `faults/` has the workers' script and the faults.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests"))  # for helpers.networks
 os.environ["PYTHONPATH"] += f"{os.pathsep}{HERE}{os.pathsep}{HERE.parent / 'tests'}"  # of workers
 
-from faults import harm, model  # noqa: E402
-from faults.harm import KINDS, OF_ONE, Fault, LogLine, Plan, Trial  # noqa: E402
+from faults import harm  # noqa: E402
+from faults.harm import KINDS, Fault, LogLine, Plan, Trial  # noqa: E402
 from faults.spent import CAUSES  # noqa: E402
 
 FULL = Plan(
@@ -49,11 +48,6 @@ ATTACKS = {
 }
 TIMES = 3  # with other faults
 NONE = "no faults"
-CREWS = (16, 64, 256, 1024, 4096, 10_000)  # of the model, as all below
-DAYS = (1, 7, 30)
-BLOCKS = (60.0, 300.0)
-REGROUP = 0.001  # seconds for each worker
-AGREES = 3.0  # points by which the model may be off
 Rows = dict[str, dict[str, Any]]
 
 
@@ -240,15 +234,10 @@ def table(rows: Rows) -> str:
         "killed, stopped": lambda r: f"{r['kill']['count']}, {r['stop']['count']}",
         "worker-steps that count, a second": lambda r: f"{r['rate']:.1f}",
         "throughput kept, %": lambda r: f"{100 * r['rate'] / base['rate']:.1f}",
-        "sync rounds kept": lambda r: r["rounds"],
-        "survivors' blocks missing": lambda r: f"{r['missing']:.0f}",
         "delay after a kill, s": lambda r: _spread(r["kill"]["delays"]),
         "delay after a stop, s": lambda r: _spread(r["stop"]["delays"]),
         "a killed worker counts again after, s": lambda r: _spread(r["kill"]["back"]),
         "a stopped worker counts again after, s": lambda r: _spread(r["stop"]["back"]),
-        "states compared": lambda r: f"{r['compared']:,}",
-        "rounds after which some differ": lambda r: r["differing"],
-        "workers at the end, different results": lambda r: f"{r['finished']}, {r['finals'] - 1}",
         "loss, nats a character": lambda r: f"{r['loss']:.4f}",
     }
     cells = ([what, *map(form, rows.values())] for what, form in lines.items())
@@ -295,47 +284,6 @@ def _spread(values: list[float]) -> str:
     return f"{median(values):.1f}, {max(values):.1f}" if values else ""
 
 
-def modelled(rows: Rows, workers: int, name: str) -> tuple[float, float]:
-    """The share of the throughput that a run has kept, and that its model keeps, in percent."""
-    row = rows[name]
-    usual = rows[NONE]["usual"]
-    kinds = [model.Recoveries.of(row[kind], usual) for kind in OF_ONE]
-    shares = (
-        model.kept(workers, usual, row["interval"], kinds, rounds=row["rounds"], seed=seed)
-        for seed in range(50)
-    )
-    return 100 * row["rate"] / rows[NONE]["rate"], 100 * fmean(shares)
-
-
-def model_tables(result: dict[str, Any]) -> dict[str, str]:
-    """Return the tables of the model: beside the runs, and for crews that were never run."""
-    rows = result["rows"]
-    runs = [(8, rows, name) for name, row in rows.items() if row["interval"]]
-    runs.append((16, result["sixteen"], "every 30 s"))
-    beside = []
-    apart = 0.0
-    for size, of_size, name in runs:
-        ran, told = modelled(of_size, size, name)
-        apart = max(apart, abs(ran - told))
-        beside.append((size, name, f"{ran:.1f}", f"{told:.1f}"))
-    assert apart <= AGREES, f"the model is {apart:.1f} points off"
-    kinds = [model.Recoveries.of(rows["every 30 s"][kind], rows[NONE]["usual"]) for kind in OF_ONE]
-    crews = []
-    for block, days in product(BLOCKS, DAYS):
-        line = [f"{block:g} s", days]
-        for size in CREWS:
-            every = 86_400 * days / size
-            kept = model.kept(size, block, every, kinds, regroup=REGROUP * size)
-            line.append(f"{100 * kept:.1f}")
-        crews.append(line)
-    sizes = " | ".join(f"{size:,}" for size in CREWS)
-    return {
-        "beside": pages.table("workers | a fault | run, % | model, %", beside, left=2),
-        "apart": f"{apart:.1f}",
-        "crews": pages.table(f"block | days between faults of a worker | {sizes}", crews),
-    }
-
-
 def draw(result: dict[str, Any]) -> None:
     runs = {name: each for name, each in result["attacks"].items() if each}
     pages.fill(
@@ -343,9 +291,8 @@ def draw(result: dict[str, Any]) -> None:
         result,
         table=table(result["rows"]),
         attacked=attacked(result),
-        spent=spent({NONE: [result["rows"][NONE]], **runs}),
-        **model_tables(result),
     )
+    print(spent({NONE: [result["rows"][NONE]], **runs}))
 
 
 if __name__ == "__main__":

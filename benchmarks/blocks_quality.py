@@ -92,11 +92,9 @@ def main() -> None:
         train_short(args.data, args.quick)
     if not args.quick:
         found = pages.read_rows(RESULTS)
-        tables = "\n\n".join(table(name, found) for name in TABLES)
+        tables = f"{four_workers(found)}\n\n{eight_workers(found)}"
         rows = pages.read_rows(SHORT_RESULTS)
-        short = short_table(rows, 1.0)
-        quarter = short_table(rows, 0.25)
-        pages.fill("blocks-quality", tables=tables, short=short, quarter=quarter)
+        pages.fill("blocks-quality", tables=tables, short=short_table(rows))
 
 
 def train_all(task: Task, folder: Path, quick: bool) -> None:
@@ -130,6 +128,13 @@ STEPS = {
     "LocalSGD": Average(),
     "BMUF, default": BlockMomentum(),
 }
+SHOWN = (  # outer step and share on the page; the file has all settings
+    ("DiLoCo, default (0.7, 0.9)", 0),
+    ("DiLoCo (1, 0.5)", 10),
+    ("DiLoCo (1, 0.5)", 25),
+    ("LocalSGD", 25),
+    ("BMUF, default", 0),
+)
 
 
 def settings(steps: int, rate: float) -> dict[str, Setting]:
@@ -159,14 +164,14 @@ def train_short(folder: Path, quick: bool) -> None:
             pages.add_row(SHORT_RESULTS, row)
 
 
-def lost(rows: list[dict[str, Any]], rate: float, name: str) -> list[float]:
-    """Return each task's points below synchronous training at the tuned rate."""
+def lost(rows: list[dict[str, Any]], name: str) -> list[float]:
+    """Return each task's points below synchronous training, at the rate tuned for the latter."""
 
-    def points(task: str, rate: float, name: str) -> float:
-        found = [row for row in rows if (row["task"], row["rate"]) == (task, rate)]
+    def points(task: str, name: str) -> float:
+        found = [row for row in rows if (row["task"], row["rate"]) == (task, 1)]
         return statistics.mean(row["points"][name] for row in found)
 
-    return [points(t.name, 1, SYNCHRONOUS) - points(t.name, rate, name) for t in SHORT]
+    return [points(t.name, SYNCHRONOUS) - points(t.name, name) for t in SHORT]
 
 
 def lost_cell(points: list[float]) -> str:
@@ -177,14 +182,13 @@ def lost_cell(points: list[float]) -> str:
     return f"{' / '.join(medians)} ({sum(x <= 1 for x in points)})"
 
 
-def short_table(rows: list[dict[str, Any]], rate: float) -> str:
+def short_table(rows: list[dict[str, Any]]) -> str:
     cells = []
-    for name, share in product(STEPS, SHARES):
-        if f"{name}/5/{share}" in settings(400, rate):
-            line = [name, f"{share} %"]
-            for rounds in ROUNDS:
-                line.append(lost_cell(lost(rows, rate, f"{name}/{rounds}/{share}")))
-            cells.append(line)
+    for name, share in SHOWN:
+        line = [name, f"{share} %"]
+        for rounds in ROUNDS:
+            line.append(lost_cell(lost(rows, f"{name}/{rounds}/{share}")))
+        cells.append(line)
     heads = " | ".join(f"{rounds} rounds" for rounds in ROUNDS)
     return pages.table(f"outer step | warm-up | {heads}", cells)
 
@@ -212,34 +216,52 @@ def excess(found: list[dict[str, Any]], task: str, name: str) -> float:
     return statistics.mean(losses(found, task, name)) / base - 1
 
 
-def table(task: str, found: list[dict[str, Any]]) -> str:
-    about = TABLES[task]
+def loss_cells(found: list[dict[str, Any]], task: str, name: str) -> list[str]:
+    ours = losses(found, task, name)
+    spread = f"± {statistics.stdev(ours):.4f}" if len(ours) > 1 else "(1 seed)"
+    more = "" if name == SYNCHRONOUS else f"{excess(found, task, name):+.1%}"
+    return [f"{statistics.mean(ours):.4f} {spread}", more]
+
+
+def bytes_cell(task: Task, method: dict[str, Any] | None) -> str:
+    if method is None:
+        return ""
+    after, whole = less_than_ddp(task, method)
+    return f"{after:,.0f}; {whole:.1f}"
+
+
+LEFT_OUT = (  # of the page; the file has them
+    "LocalSGD, H = 8",
+    "LocalSGD, H = 128",
+    "LocalSGD, H = 32, overlap",
+    "BMUF, H = 8",
+    "BMUF, H = 32",
+    "BMUF, H = 128",
+    "DiLoCo, H = 32, int8",
+    "DiLoCo, H = 32, int8, momentum 0.5, 5 % warm-up",
+)
+BYTES = "bytes: after the warm-up; in all"
+
+
+def four_workers(found: list[dict[str, Any]]) -> str:
     cells = []
-    for name, method in methods(about).items():
-        ours = losses(found, task, name)
-        spread = f"± {statistics.stdev(ours):.4f}" if len(ours) > 1 else ""
-        line = [name, f"{statistics.mean(ours):.4f} {spread}"]
-        if method:
-            after, whole = less_than_ddp(about, method)
-            line += [f"{excess(found, task, name):+.1%}", f"{after:,.0f}", f"{whole:.1f}"]
-        else:
-            line += ["", "", ""]
-        cells.append(line)
-    rounds = (about.steps - int(WARMUP * about.steps)) // 32
-    head = " | loss | more than synchronous | bytes after the warm-up | in the whole run"
-    return (
-        f"## {task}\n\n{MODELS[task]}, {about.steps:,} steps ({rounds} sync rounds at H = 32), "
-        f"{about.workers} workers with batches of {about.batch}, learning rate {about.lr:g} "
-        f"at most.\n\n{pages.table(head, cells)}"
-    )
+    for name, method in methods(TASKS["MNIST"]).items():
+        if name not in LEFT_OUT:
+            line = [name]
+            for task in ("Shakespeare", "MNIST"):
+                line += loss_cells(found, task, name)
+            cells.append([*line, bytes_cell(TASKS["MNIST"], method)])
+    head = f" | Shakespeare | more | MNIST | more | {BYTES}"
+    return f"## Four workers\n\n{pages.table(head, cells)}"
 
 
-MODELS = {
-    "Shakespeare": "A transformer for characters with 0.6 M parameters",
-    "MNIST": "An MLP with 0.1 M parameters",
-    EIGHT.name: "The same transformer",
-    EIGHT_MUON.name: "The same, and Muon for the matrices of its blocks",
-}
+def eight_workers(found: list[dict[str, Any]]) -> str:
+    cells = []
+    for task in (EIGHT, EIGHT_MUON):
+        for name, method in methods(task).items():
+            title = f"{task.inner}: {name}"
+            cells.append([title, *loss_cells(found, task.name, name), bytes_cell(task, method)])
+    return f"## Eight workers\n\n{pages.table(f' | loss | more | {BYTES}', cells)}"
 
 
 if __name__ == "__main__":

@@ -640,28 +640,10 @@ def blocks_quality() -> Figures:
 
     at_32, eight = "DiLoCo, H = 32", "Shakespeare, 8 workers"
     tasks = ("Shakespeare", "MNIST")
-    page = "docs/benchmarks/blocks-quality.md"
-    for task, kind in product(tasks, ("BMUF", "DiLoCo")):
-        name = f"{kind}, H = 32, int8, overlap"
-        lower = -excess(task, name)
-        assert lower > 0
-        yield figure(page, f"- {task}, {name}: loss {{}}% lower than", f"{lower:.1f}")
-    for task, name, met in (
-        (eight, "DiLoCo, H = 160, ternary", False),
-        (f"{eight}, Muon", "DiLoCo, H = 160 in 5 fragments, ternary", True),
-    ):
-        times, higher = times_less("ternary", 160), excess(task, name)
-        assert (0 < higher <= 0.5) == met
-        yield figure(
-            page,
-            f"- {task}, {name}, {{}} times fewer bytes than DDP after the warm-up and {{}} times "
-            "in the whole run: loss +{}%",
-            *(f"{times:,.0f}", f"{whole_run(4, 1, times):.1f}", f"{higher:.1f}"),
-        )
     rounded = [abs(excess(t, f"{at_32}, int{bits}", at_32)) for t in tasks for bits in (8, 4)]
     yield figure(
         "docs/blocks.md",
-        '`"int8"` and `"int4"` changed the loss by at most {} % (two small models,',
+        '`"int8"` and `"int4"` changed the loss by up to {} % (two small models,',
         f"{max(rounded):.1f}",
     )
     text, digits = (-excess(task, f"{at_32}, state averaged", at_32) for task in tasks)
@@ -681,11 +663,10 @@ def blocks_quality() -> Figures:
     after, whole = f"{times:,.0f}", f"{whole_run(steps, warmup, times):.1f}"
     yield figure(
         "docs/blocks.md",
-        "With H = 160 its payload is {} times smaller than DDP's after the warm-up. **The whole "
-        "run sends only {} times less**: its first quarter was a synchronous warm-up, as in DDP. "
-        "On 8 workers a transformer of 0.6 M parameters ended at {} % more loss than synchronous "
-        "training with AdamW (mean of three seeds), above our target of 0.5 %. With Muon for the "
-        "matrices, [as below](#several-optimizers), it ended at {} % more ({} to {} %).",
+        "With H = 160 the payload after the warm-up is {} times smaller than DDP's. **The complete "
+        "run sends only {} times less** if its first quarter is a synchronous warm-up. On 8 "
+        "workers, a transformer of 0.6 M parameters ended with {} % more loss than synchronous "
+        "training with AdamW (mean of three seeds), and with {} % more ({} to {} %) with Muon",
         *(after, whole, f"{adamw:.1f}", f"{muon:.1f}"),
         *(f"{min(seeds):+.1f}", f"{max(seeds):+.1f}"),
     )
@@ -706,14 +687,13 @@ def little_warmup(rows: list[Row], excess: Callable[[str, str], float]) -> Figur
     text, digits = (excess(task, name) for task in ("Shakespeare", "MNIST"))
     assert digits < 0 < text  # "more" and "less" below
     after = times_less("int8", 32)
-    numbers = f"{after:,.0f}", f"{whole_run(1200, 60, after):.1f}", f"{text:.1f}", f"{-digits:.1f}"
+    whole = f"{whole_run(1200, 60, after):.1f}"
     yield figure(
         "docs/blocks.md",
-        "a warm-up of 5 %, 4 workers, AdamW, three seeds: "
-        '`"int8"` at H = 32 then sends {} times less than DDP after the warm-up and {} times less '
-        "in the whole run. Shakespeare ended at {} % more loss than synchronous training and MNIST "
-        "at {} % less",
-        *numbers,
+        "With a warm-up of 5 % (1,200 steps, 4 workers, AdamW, three seeds), "
+        '`"int8"` at H = 32 sent {} times less in the complete run, for {} % more loss than '
+        "synchronous training on Shakespeare and {} % less on MNIST",
+        *(whole, f"{text:.1f}", f"{-digits:.1f}"),
     )
     yield figure(
         "README.md",
@@ -722,7 +702,7 @@ def little_warmup(rows: list[Row], excess: Callable[[str, str], float]) -> Figur
         "(4 workers, AdamW, three seeds)",
         *(f"{text:.1f}", f"{-digits:.1f}"),
     )
-    yield figure("README.md", "{} × fewer bytes ⁵", numbers[1])
+    yield figure("README.md", "{} × fewer bytes ⁵", whole)
 
 
 def short_runs() -> Figures:
@@ -753,7 +733,6 @@ def short_runs() -> Figures:
         [lost(name, rounds, 25, kind) for rounds in (40, 80)]
         for name, kind in zip(("DiLoCo (1, 0.5)", "LocalSGD"), kinds, strict=True)
     ]
-    kept = [within(a) + within(b) for a, b in zip(*advised, strict=True)]
     worst = max(points for kind in advised for each in kind for points in each)
     every = (5, 10, 20, 40, 80)
     defaults = [
@@ -763,16 +742,14 @@ def short_runs() -> Figures:
     assert not any(within(points) for each in defaults for points in each)  # "on every task"
     yield figure(
         "docs/blocks.md",
-        "with 40 or 80 rounds these lost at most {} points (AdamW) and {} (SGD; medians) against "
-        "synchronous training, at most one point on {} and {} of the ten, and at most {} on any. "
-        "The defaults without a warm-up lost {} to {} (DiLoCo) and {} to {} (BMUF) with 5 to 80 "
-        "rounds",
-        *(span(advised[0])[1], span(advised[1])[1], *kept, f"{worst:.1f}"),
+        "With 40 or 80 rounds, these settings lost up to {} points (AdamW) and {} (SGD; medians of "
+        "five small tasks each, two seeds) against synchronous training, and up to {} on the worst "
+        "task. "
+        "The defaults without warm-up lost {} to {} (DiLoCo) and {} to {} (BMUF) with 5 to 80 "
+        "rounds.",
+        *(span(advised[0])[1], span(advised[1])[1], f"{worst:.1f}"),
         *(*span(defaults[0]), *span(defaults[1])),
     )
-    keys = {key for row in rows if row["rate"] == 1 for key in row["points"] if "/" in key}
-    for name, rounds, share in (key.split("/") for key in keys):
-        assert within(lost(name, int(rounds), int(share), tasks)) < 9  # "no one setting"
 
 
 def blocks_sync() -> Figures:
@@ -800,7 +777,7 @@ def blocks_sync() -> Figures:
 
     yield figure(
         page,
-        "{} × (95 %: {} to {}) as fast as one all-reduce for each tensor by wall time, {} × by CPU "
+        "{} × (95 %: {} to {}) as fast as an all-reduce per tensor by wall time, {} × by CPU "
         "time; through sockets {} × (95 %: {} to {}) and {} ×.",
         *(*interval(bmuf_shared["speed"]), interval(bmuf_shared["cpu_speed"])[0]),
         *(*interval(bmuf["speed"]), interval(bmuf["cpu_speed"])[0]),
@@ -815,8 +792,8 @@ def blocks_sync() -> Figures:
     shared = bmuf_shared["kept"] - bmuf["kept"]
     yield figure(
         page,
-        "BMUF keeps {} models between synchronizations and has {} more during one; what workers of "
-        "one host read of each other is {} of a model.",
+        "BMUF stores {} models between synchronizations and {} more during a synchronization; "
+        "shared memory is {} of a model.",
         *(f"{bmuf['kept']:.2f}", f"{most:.2f}", f"{shared:.2f}"),
     )
 
@@ -830,13 +807,13 @@ def blocks_slow_link() -> Figures:
     assert ours == min(row["ms"] for name, row in rows.items() if "overlap" in name)
     yield figure(
         page,
-        "**{} s a step with manyhands DiLoCo, int8, overlap=8**; {} s without any communication.",
+        "**{} s per step with manyhands DiLoCo, int8, overlap=8**; {} s without communication.",
         *(f"{ours / 1e3:.3f}", f"{alone / 1e3:.3f}"),
     )
     yield figure(
         page,
-        "gets {} Mbit/s in one direction and {} Mbit/s in each of both at once; a byte is back "
-        "after {} ms.",
+        "reaches {} Mbit/s in one direction and {} Mbit/s in both directions simultaneously; a "
+        "byte returns after {} ms.",
         *(f"{link[key]:.1f}" for key in ("one_way", "both_ways", "round_trip_ms")),
     )
 
@@ -862,7 +839,7 @@ def blocks_faults() -> Figures:
     for how, faulty in (("30", hit[0]), ("15", hit[1])):
         yield figure(
             page,
-            f"**A fault every {how} s:** {{}} % of the throughput is kept, with "
+            f"**A fault every {how} s:** {{}} % of the throughput, with "
             "{} kills and {} stops in {} s.",
             f"{100 * faulty['rate'] / base['rate']:.1f}",
             *(faulty["kill"]["count"], faulty["stop"]["count"], f"{faulty['seconds']:.0f}"),
@@ -894,12 +871,12 @@ def blocks_faults() -> Figures:
     sixteen, of_sixteen = of_runs("16 workers, kill, stop or cut every 15 s", "sixteen")
     yield figure(
         "docs/crew.md",
-        "{} s after a kill that `manyhands run` sees, and at most {} s after a stop with `--stall "
-        "1`. The others lose no step. A killed worker, with `--preload`, takes part again after {} "
-        "to {} s, in blocks of {} s. With 8 workers on 2 CPU cores, kills and stops in turn, {} % "
-        "of the throughput is kept with a fault every 30 s, and {} to {} % with one every 15 s. "
-        "With 16 workers on two hosts, the network between which is cut as well, {} to {} % is "
-        "kept with a fault every 15 s. That is at least {} % and {} % of what the faults allow",
+        "{} s after a kill that `manyhands run` sees, and up to {} s after a stop with `--stall "
+        "1`. A killed worker, with `--preload`, takes part again after {} to {} s, in blocks of {} "
+        "s. 8 workers on 2 CPU cores retain {} % of the throughput with a kill or stop every 30 s, "
+        "and {} to {} % with one every 15 s. 16 workers on two hosts, with network cuts in "
+        "addition, retain {} to {} % with a fault every 15 s. These are at least {} % and {} % of "
+        "the throughput that the faults allow",
         *(f"{kill:.1f}", f"{stop:.1f}", f"{min(back):.1f}", f"{max(back):.1f}"),
         *(f"{row['usual']:.1f}", kept, *eight, *sixteen, of_eight, of_sixteen),
     )

@@ -63,6 +63,7 @@ def real(
     above: float | None = None,
     least: float | None = None,
     below: float | None = None,
+    most: float | None = None,
     why: str = "",
 ) -> float:
     """Return a finite number within these bounds as a float."""
@@ -71,9 +72,11 @@ def real(
         with suppress(OverflowError):  # a large integer
             number = float(value)
     low = (above is None or number > above) and (least is None or number >= least)
-    if not (math.isfinite(number) and low and (below is None or number < below)):
+    high = (below is None or number < below) and (most is None or number <= most)
+    if not (math.isfinite(number) and low and high):
         limits = []
-        for word, bound in {"above": above, "at least": least, "below": below}.items():
+        bounds = {"above": above, "at least": least, "below": below, "at most": most}
+        for word, bound in bounds.items():
             if bound is not None:
                 limits.append(f"{word} {bound:g}")
         needed = f"a finite number {' and '.join(limits)}".rstrip()

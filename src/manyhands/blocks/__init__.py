@@ -1,10 +1,9 @@
 """Block training: workers take local steps and synchronize once per block.
 
 A *block* is the local steps between two *sync rounds*. A sync round averages a value over all
-workers. The *anchor* is the set of parameters that all workers agreed on in the last round, and the
+workers. The *anchor* is the set of parameters that all workers agreed on in the last round. The
 *outer step* moves the anchor by the mean. A *fragment* is a part of the model with separate rounds.
-A *report* is a worker's description of its state in a round. docs/architecture.md defines more
-words.
+A *report* describes a worker in a round. docs/architecture.md defines more words.
 
 Modules, in the order of a step:
 

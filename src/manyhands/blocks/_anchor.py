@@ -6,13 +6,17 @@ Tensors (n: elements of the trained parameters, in float32 unless wider):
     memories    n for each          always; state of the outer step, such as a momentum
     residual    n                   with a codec that rounds: the rounding error, not sent yet
     held        n / fragments       with overlap, while in flight: the differences as sent
-    arrived     n / fragments       with overlap or in a crew, until the merge: the mean
+    arrived     n / fragments       with overlap, `mix` or a crew, until the merge: the mean
 
 Without overlap, a process group takes the outer step chunk by chunk as the mean arrives. A crew may
 undo a sync round, so it changes the anchor only after all workers agree that the round took place.
 With overlap, parameters change while the mean is in flight. The merge preserves these steps:
 
     param += (new anchor - old anchor) + held
+
+With `mix`, the merge moves the parameters towards the anchor instead:
+
+    param += (1 - mix) * (new anchor - param)
 
 An outer step changes the anchor in place. It receives the *gradient*, which is the anchor minus the
 mean of the workers' parameters: the negative movement of a block, as an optimizer expects.
@@ -69,7 +73,6 @@ class AnchorBucket:
         return [*self.memories, *residual]
 
     def pieces(self) -> Iterator[tuple[Tensor, slice, int]]:
-        """Yield each parameter in the span, with the slice of the span and the first element."""
         begin, end = self.span
         for param, (first, last) in zip(self.params, self.vector.spans, strict=True):
             if max(first, begin) < min(last, end):
@@ -78,7 +81,6 @@ class AnchorBucket:
 
 
 def even_range(length: int, index: int, count: int) -> tuple[int, int]:
-    """Return the start and end of range `index` of `count` equal ranges."""
     return length * index // count, length * (index + 1) // count
 
 
@@ -125,7 +127,10 @@ class AnchorDifference(Payload):
         if self.held is not None:
             out.copy_(self.held[start : start + out.numel()])
             return
-        anchor = self.bucket.anchor[self.start + start :]
+        self.subtract_params(start, self.bucket.anchor[self.start + start :], out)
+
+    def subtract_params(self, start: int, anchor: Tensor, out: Tensor) -> None:
+        """Write the differences of an anchor and the parameters, from `start` on, to `out`."""
         for part, inner, outer in self.params.ranges(self.offset + start, out.numel()):
             before = self.round_like_params(anchor[outer]).to(self.device)
             torch.sub(before, read_range(part, inner), out=out[outer])
@@ -153,8 +158,8 @@ class AnchorDifference(Payload):
             self.outer.at(result.first_report.lr).step(anchor, gradient, memories)
         return anchor
 
-    def merge(self, result: RoundResult, included: bool) -> None:
-        """Take the outer step, and preserve the steps since the send."""
+    def merge(self, result: RoundResult, included: bool, mix: float | None) -> None:
+        """Take the outer step, and preserve the steps since the send, or mix."""
         # `old anchor - held` was sent, so param += (new anchor - old anchor) + held. An excluded
         # worker takes the new anchor.
         if self.arrived is None:  # `write` has taken the outer step
@@ -163,9 +168,15 @@ class AnchorDifference(Payload):
         follows = included and bool(result.included)
         for start in range(0, self.length, MAX_CHUNK):
             mean = self.arrived[start : start + MAX_CHUNK]
-            if self.held is None or not follows:
+            if not follows or mix == 0 or (mix is None and self.held is None):
                 self.params.write(self.offset + start, self.step_anchor(start, mean, result))
                 continue
+            if mix is not None:
+                # After the outer step, `mean` is free.
+                self.subtract_params(start, self.step_anchor(start, mean, result), mean)
+                self.params.add(self.offset + start, mean.mul_(1 - mix))
+                continue
+            assert self.held is not None
             before = anchors[start : start + mean.numel()].clone()  # the outer step is in place
             now = self.round_like_params(self.step_anchor(start, mean, result))
             then = self.round_like_params(before)
@@ -183,8 +194,6 @@ def memory_order(params: Sequence[Tensor]) -> float:
 
 
 class AnchorState(TypedDict):
-    """Saved anchor and memories, by bucket."""
-
     order: float  # `memory_order` of the parameters
     anchor: list[Tensor]
     memories: list[list[Tensor]]
@@ -203,7 +212,6 @@ class Anchor:
     buckets: list[AnchorBucket] = field(default_factory=list)
 
     def extend(self, params: Sequence[Tensor], part: int = 0) -> None:
-        """Add parameters of an optimizer, equal on all workers."""
         for group in group_by_type(params):
             vector = FlatTensors(group)
             device = group[0].device
@@ -222,14 +230,12 @@ class Anchor:
             )
 
     def begin(self) -> None:
-        """Set the anchor to the parameters, which must be equal on all workers."""
         for bucket in self.buckets:
             bucket.vector.read(bucket.span[0], bucket.anchor)
             for tensor in bucket.outer_tensors():
                 tensor.zero_()
 
     def all_gather_inner(self, fragments: Sequence[int]) -> None:
-        """Exchange the slices that the ranks of a worker have moved."""
         if self.inner.size == 1:
             return
         for bucket in self.buckets:
@@ -258,7 +264,6 @@ class Anchor:
         return params
 
     def outer_parts(self) -> Iterator[StatePart]:
-        """Yield views of anchor, memories and residual for each parameter with elements here."""
         for bucket in self.buckets:
             tensors = {"anchor": bucket.anchor}
             if bucket.residual is not None:
@@ -339,12 +344,10 @@ class ParamWatch:
         self._warned = False
 
     def note(self) -> None:
-        """Remember the version counters."""
         if not self._warned:
             self._versions = versions_of(self._anchor.params)
 
     def check(self) -> None:
-        """Warn if the parameters are not at the anchor."""
         changed = not self._warned and versions_of(self._anchor.params) != self._versions
         if changed and self._anchor.moved():
             self._warned = True

@@ -95,23 +95,19 @@ class BlockState:
 
     @property
     def version(self) -> Version:
-        """The progress of this worker, for comparison with other members of a crew."""
         rounds = self.rounds if self.has_anchor else -1
         return Version(rounds, not self.newcomer, self.steps, not self.ends_warmup)
 
     @property
     def contributes(self) -> bool:
-        """Whether this worker's difference from the anchor results from training."""
         return not self.just_joined
 
     @property
     def before_blocks(self) -> bool:
-        """Whether the first anchor does not exist yet."""
         return self.steps <= self.warmup
 
     @property
     def steps_together(self) -> bool:
-        """Whether the next step follows the mean of all workers' gradients."""
         return self.steps < self.warmup and not self.local_warmup
 
     @property
@@ -145,7 +141,6 @@ class BlockState:
         )
 
     def end_block(self, steps: int) -> BlockState:
-        """End the block early, with this common count of steps."""
         assert self.steps <= steps and not self.retry, f"no block to end: {self}"
         return replace(self, steps=steps)
 
@@ -160,11 +155,9 @@ class BlockState:
     # -- the end of a warm-up ------------------------------------------------------------------
 
     def end_warmup(self) -> BlockState:
-        """Request the round that makes the first anchor."""
         return replace(self, ends_warmup=True)
 
     def begin_anchor(self) -> BlockState:
-        """Make the parameters, now equal on all workers, the first anchor."""
         assert self.ends_warmup, f"no warm-up ends: {self}"
         return replace(
             self, has_anchor=True, ends_warmup=False, diverged=False, newcomer=False, work=NO_WORK
@@ -173,7 +166,6 @@ class BlockState:
     # -- a sync round --------------------------------------------------------------------------
 
     def send(self, fragments: Sequence[int]) -> BlockState:
-        """Start a round of these fragments; a retry must come first."""
         assert not self.retry or self.retry == tuple(fragments), f"not what is repeated: {self}"
         assert not self.ends_warmup, f"not the round that ends the warm-up: {self}"
         return replace(self, in_flight=self.in_flight + 1, retry=())
@@ -181,7 +173,8 @@ class BlockState:
     def commit(self, *, complete: bool, overlaps: bool, work: Work = NO_WORK) -> BlockState:
         """Count the oldest round in flight as merged, with this worker's `work`.
 
-        `complete`: the round had all fragments. `overlaps`: training continued during the round.
+        `complete`: the round had all fragments. `overlaps`: training continued during the round,
+        or the merge has mixed in local values.
         """
         return replace(
             self,
@@ -194,7 +187,6 @@ class BlockState:
         )
 
     def undo(self, retry: Sequence[int] = ()) -> BlockState:
-        """Abandon the oldest round in flight, and set fragments to repeat."""
         return replace(self, in_flight=self.in_flight - 1, retry=tuple(retry))
 
     def return_to_anchor(self) -> BlockState:
@@ -267,7 +259,6 @@ class BlockState:
         return now._at(steps, rounds)
 
     def _at(self, steps: int, rounds: int, ends_warmup: bool = False) -> BlockState:
-        """Return the state at these counters."""
         started = steps >= self.warmup and not ends_warmup
         has = started or not self.local_warmup
         return replace(self, steps=steps, rounds=rounds, has_anchor=has, ends_warmup=ends_warmup)

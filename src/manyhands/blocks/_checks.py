@@ -6,8 +6,8 @@ warns if it finds such a wrapper. Otherwise a warning follows the first block if
 identically.
 
 Saved runs: options are saved under the engine's names ("every", "outer.momentum"), so that a run
-can continue under a different class with the same method. Messages use the class's names, such as
-`global_sync_iter` and `block_momentum` for `BMUF`. A mapping `names` translates them.
+can continue under a different class with the same method. `names` maps these names to the class's
+names for messages, such as `block_momentum` for `BMUF`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ Options = Mapping[str, Value]
 
 
 def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) -> Optimizer:
-    """Return the optimizer, or a list of optimizers as one, or raise if wrapping is impossible."""
     if not isinstance(given, list | tuple):
         return _check_optimizer(class_name, given, blocks)
     if not given:
@@ -98,7 +97,6 @@ def make_members(
     inner: RankGroup,
     crew: Crew | None,
 ) -> Members:
-    """Return the workers, or raise if `inner_group` does not fit."""
     if crew is None:
         workers = os.environ.get("MANYHANDS_WORKERS") or "1"
         if process_group is None and workers != "1":
@@ -120,7 +118,6 @@ def make_members(
 def check_shared_memory(
     wanted: bool | None, codec: str, crew: object, optimizer: Optimizer
 ) -> bool | None:
-    """Return the option, or raise if sharing memory is impossible."""
     if wanted is None:
         return None
     if not flag("shared_memory", wanted):
@@ -179,7 +176,6 @@ def _describe_shards(params: Sequence[Tensor]) -> list[str]:
 def check_not_averaged(
     class_name: str, workers: RankGroup, optimizer: Optimizer, model: nn.Module | None
 ) -> None:
-    """Raise if a wrapper averages gradients over the workers, or warn if that is uncertain."""
     if workers.size == 1:
         return
     way_out = (
@@ -212,7 +208,6 @@ def _averages(module: nn.Module) -> bool:
 
 
 def _groups_overlap(group: object, workers: RankGroup) -> bool:
-    """Return whether the process group contains two or more of the workers."""
     if not isinstance(group, dist.ProcessGroup | None):
         return False
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -24,8 +24,6 @@ from manyhands.data._account import SavedAccount
 
 
 class Counters(BlockPlan):
-    """Plain numbers that are equal on all workers."""
-
     steps: int
     rounds: int
     block: list[int]  # the schedule's start and length
@@ -34,8 +32,6 @@ class Counters(BlockPlan):
 
 
 class TransferredState(Counters, AnchorState):
-    """The state that a joiner receives."""
-
     retry: list[int]
     diverged: bool
     ends_warmup: bool
@@ -45,8 +41,6 @@ class TransferredState(Counters, AnchorState):
 
 @dataclass(frozen=True)
 class CommonParts:
-    """The parts of a worker with common state."""
-
     anchor: Anchor
     schedule: Schedule
     stats: RoundStats
@@ -64,7 +58,6 @@ class CommonParts:
         }
 
     def load_block(self, saved: Counters) -> None:
-        """Enter the saved block."""
         start, length = saved["block"]
         self.schedule.begin(start, length)
         self.schedule.load_state(saved, self.samples.number)
@@ -74,7 +67,6 @@ class CommonParts:
     # -- state transfer ------------------------------------------------------------------------
 
     def pack(self, state: BlockState) -> bytes:
-        """Return the common state as bytes, for a joiner."""
         if not state.anchor_in_use:  # in a warm-up, transfer the parameters
             self.anchor.begin()
         transferred: TransferredState = {
@@ -91,7 +83,6 @@ class CommonParts:
         return file.getvalue()
 
     def take_over(self, data: bytearray, state: BlockState) -> BlockState:
-        """Load another member's packed state; return this worker's new state."""
         # `weights_only`: never run code from the network.
         saved: TransferredState = torch.load(io.BytesIO(data), "cpu", weights_only=True)
         self.anchor.load(saved)

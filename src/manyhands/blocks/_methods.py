@@ -33,6 +33,7 @@ class CommonOptions(TypedDict, total=False):
 
     codec: str
     overlap: int
+    mix: float | None
     fragments: int
     state: str
     buffers: str
@@ -72,7 +73,6 @@ def list_options(passed_on: type[CommonOptions]) -> Callable[[Method], Method]:
 
 
 def _described_args(docstring: str) -> dict[str, str]:
-    """Return the entries of a docstring's "Args" section by name."""
     _, _, args = inspect.cleandoc(docstring).partition("\n\nArgs:\n")
     entries = re.split(r"\n(?=    \w+: )", args)
     return {entry.strip().partition(":")[0]: entry for entry in entries}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._arguments import explained, flag, one_of, whole
+from manyhands._arguments import explained, flag, one_of, real, whole
 from manyhands._optimizers.several import SeveralOptimizers, check_same_optimizers, optimizers_in
 from manyhands._optimizers.wrappers import (
     OptimizerWrapper,
@@ -95,6 +95,9 @@ class Blocks(OptimizerWrapper):
         codec: encoding of the differences: "float32", "bfloat16", "int8", "int4" or "ternary". The
             rounding error is added to the next difference.
         overlap: number of steps for which training continues while a mean is in flight.
+        mix: weight α of this worker's parameters when a mean is merged, as in Streaming DiLoCo:
+            `(1 - mix) * anchor + mix * parameters`. 0 discards the steps of the overlap. By default
+            these steps are added to the anchor.
         fragments: number of parts of the model, which are synchronized at equal intervals within a
             block.
         state: treatment of the inner optimizer's state at a sync round: "keep", "average" over the
@@ -130,6 +133,7 @@ class Blocks(OptimizerWrapper):
         every: int | Every = 16,
         codec: str = "float32",
         overlap: int = 0,
+        mix: float | None = None,
         fragments: int = 1,
         state: str = "keep",
         buffers: str = "average",
@@ -147,6 +151,8 @@ class Blocks(OptimizerWrapper):
         interval = every if isinstance(every, Every) else Every(every)
         one_of("buffers", buffers, BUFFER_OPTIONS)
         overlap = whole("overlap", overlap)
+        if mix is not None:
+            mix = real("mix", mix, least=0, most=1)
         fragments = whole("fragments", fragments, 1)
         one_of("codec", codec, list(CODECS))
         one_of("state", state, STATE_OPTIONS)
@@ -164,6 +170,7 @@ class Blocks(OptimizerWrapper):
             "every": repr(interval),
             "codec": codec,
             "overlap": overlap,
+            "mix": mix,
             "fragments": fragments,
             "state": state,
             "buffers": buffers,
@@ -178,6 +185,7 @@ class Blocks(OptimizerWrapper):
             BlockState.begin(warmup, local_warmup),
             Extras(self._inner, model, buffers, state, resets),
             self._options,
+            mix,
         )
         self._begin(model)
 
@@ -185,7 +193,6 @@ class Blocks(OptimizerWrapper):
         return self._inner
 
     def _begin(self, model: nn.Module | None) -> None:
-        """Check that all workers agree, then copy the parameters of worker 0 or a crew member."""
         sync = self._sync
         params = trainable_params(self._inner)
         everything = all_params(self._inner)
@@ -229,7 +236,6 @@ class Blocks(OptimizerWrapper):
         )
 
     def _compared(self) -> dict[str, Value]:
-        """Return the facts that must be equal on all workers."""
         if not isinstance(self._inner, SeveralOptimizers):
             return self._options
         return {**self._options, "optimizers": str(self._inner)}
@@ -346,7 +352,6 @@ class Blocks(OptimizerWrapper):
     def _step_inner(
         self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
     ) -> object:
-        """Step the inner optimizer, unless a `GradScaler` skips the step."""
         # `bool` synchronizes with the device, so it is a last resort.
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
@@ -387,7 +392,6 @@ class Blocks(OptimizerWrapper):
                 self._extend_anchor(new)
 
     def _extend_anchor(self, params: Sequence[Tensor]) -> None:
-        """Add parameters to the anchor, separately for each optimizer, to measure each drift."""
         for number, each in enumerate(optimizers_in(self._inner)):
             own = set(map(id, all_params(each)))
             self._sync.anchor.extend([param for param in params if id(param) in own], number)

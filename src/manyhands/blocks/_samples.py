@@ -3,8 +3,7 @@
 With a `Cursor`, each worker owns a part of the epoch, and all workers have equal ledgers
 (`data/_ledger.py`). The report of the round that ends a block contains the worker's number of
 samples. If the round takes place, all workers commit all samples of the block, including samples of
-excluded workers. Each member then receives samples for the steps until the next round. A joiner
-receives the ledger with the state.
+excluded workers. Each member then receives samples for the steps until the next round.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from manyhands.data._rules import Rules
 
 
 class BlockSamples:
-    """This worker's samples, and the account of a `Cursor`."""
-
     def __init__(self, members: Members, schedule: Schedule) -> None:
         self._members = members
         self._schedule = schedule
@@ -42,7 +39,6 @@ class BlockSamples:
         self._counted = (self._counted or 0) + samples
 
     def end_step(self) -> int | None:
-        """Count a step; return the number of samples if known."""
         samples = self._counted
         self._counted = None
         if self.account.rules is None:
@@ -84,7 +80,6 @@ class BlockSamples:
         self.account.commit(taken, self.number, step)
 
     def hand_out(self, state: BlockState) -> None:
-        """If due, hand out the remaining samples for the steps until the next sync round."""
         account = self.account
         if account.rules is None or not account.due:
             return
@@ -103,7 +98,6 @@ class BlockSamples:
         account.hand_out(dict.fromkeys(numbers, steps), state.steps - account.committed_at)
 
     def restart(self, state: BlockState) -> None:
-        """Hand out samples for the block of a loaded state."""
         if not self.account.taken:
             self.account.committed_at = state.steps
             self.account.due = True
@@ -111,8 +105,6 @@ class BlockSamples:
 
 
 class Rounds(Protocol):
-    """The interface of `Sync` for `SampleRounds`."""
-
     state: BlockState
     samples: BlockSamples
 
@@ -163,7 +155,6 @@ class SampleRounds:
         self._samples.hand_out(self._rounds.state)
 
     def load(self, rules: Rules, ledger: Ledger) -> None:
-        """Continue with a saved ledger, unless this worker has received a later one."""
         if self._rounds.state.joined_late:
             return
         if self._samples.joined_late:

@@ -103,7 +103,6 @@ def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | Non
 
 
 def check_fits(state: SavedWorker, sync: Sync) -> None:
-    """Raise if the saved entry does not fit the parameters."""
     saved = SavedEntries(state, "blocks")
     diverged = saved.flag("diverged")
     saved.reals("clock", 2, least=-BELOW)
@@ -124,7 +123,7 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
             "model.to(memory_format=torch.channels_last). Use the memory order of the saved model."
         )
     _check_anchor(saved, sync)
-    in_flight = [restore_round(each, sync.anchor) for each in saved.parts("pending")]
+    in_flight = [restore_round(each, sync.anchor, sync.mix) for each in saved.parts("pending")]
     if in_flight and not diverged:
         raise saved.wrong("diverged", "True with rounds in flight", diverged)
 
@@ -148,7 +147,6 @@ def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
 
 @torch.no_grad()
 def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
-    """Continue from the saved state, or start an anchor at the parameters."""
     _drop_pending(sync)
     if saved is None:
         sync.anchor.begin()
@@ -178,7 +176,7 @@ def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
         sync.extras.initial_state = copy.deepcopy(saved["initial_state"])
     if sync.anchor.buckets and not sync.members.elastic:
         for each in SavedEntries(saved, "blocks").parts("pending"):
-            sync.pending.append(restore_round(each, sync.anchor))
+            sync.pending.append(restore_round(each, sync.anchor, sync.mix))
             sync.state = sync.state.send(each["fragments"])
     sync.samples.restart(sync.state)
 
@@ -191,7 +189,6 @@ def _drop_pending(sync: Sync) -> None:
 
 
 def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
-    """Load residuals and clock if this rank saved them."""
     # Residuals belong to the slices that a rank rounds, which depend on rank and size.
     workers = sync.members.workers
     if saved["workers"] != [workers.size, workers.rank]:
@@ -207,7 +204,6 @@ def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
 
 
 def save_round(pending: PendingRound) -> dict[str, object]:
-    """Wait for a round in flight, and return it as plain values and tensors."""
     pending.background.finished()
     result = pending.background.result
     if result is None:
@@ -226,8 +222,7 @@ def save_round(pending: PendingRound) -> dict[str, object]:
     }
 
 
-def restore_round(saved: SavedEntries, anchor: Anchor) -> PendingRound:
-    """Return the round from `save_round`, before the merge."""
+def restore_round(saved: SavedEntries, anchor: Anchor, mix: float | None) -> PendingRound:
     fragments = saved.wholes("fragments")
     if not all(fragment < anchor.fragments for fragment in fragments):
         raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)
@@ -251,7 +246,7 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> PendingRound:
     state = list(map(_restore_mean, saved.parts("state")))
     done = BackgroundSync.already_done(result)
     return PendingRound(
-        fragments, saved.whole("merge_at"), differences, buffers, state, report, done
+        fragments, saved.whole("merge_at"), differences, buffers, state, report, done, True, mix
     )
 
 
@@ -276,8 +271,6 @@ def _restore_mean(saved: SavedEntries) -> SnapshotPayload:
 
 
 class OuterStateParts:
-    """Blocks' state in a checkpoint (`BlocksParts` of `_optimizers/state_parts.py`)."""
-
     def __init__(self, sync: Sync, options: Options) -> None:
         self._sync = sync
         self._options = options

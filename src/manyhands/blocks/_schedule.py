@@ -9,9 +9,8 @@ A block of `length` steps starts after step `start`. With F fragments, fragment 
 
 The length is constant (`Every`) or depends on the time per step (`Seconds`).
 
-With `Seconds(..., own_steps=True)`, the number of steps in a block depends on each worker's seconds
-per step. The reports of a sync round contain these times, so every worker knows all numbers at the
-start of a block:
+With `Seconds(..., own_steps=True)`, each worker's number of steps in a block follows from the
+seconds per step in the reports of a sync round, which all workers know:
 
     s_w                     seconds per step on worker w
     n_w = round(T / s_w)    steps of worker w in a block of T seconds, at least `least`
@@ -46,8 +45,6 @@ LATE_FACTOR = 1.1  # a worker that exceeds a block's expected seconds by this fa
 
 
 class Schedule:
-    """The current block: start, length and fragments."""
-
     def __init__(self, every: Every, fragments: int = 1, overlap: int = 0, warmup: int = 0) -> None:
         self.every = every
         self.fragments = fragments
@@ -60,17 +57,15 @@ class Schedule:
         self.plan: dict[int, int] = {}
         self.number = 0  # of this worker
         self.seconds = 0.0  # of the block on the slowest worker; 0: no step was timed yet
-        # The mean of the workers' steps minus the common count. It results from rounding and from
-        # blocks that ended early. The next block compensates for it.
+        # The mean of the workers' steps minus the common count, from rounding and from blocks that
+        # ended early. The next block compensates for it.
         self.ahead = 0.0
 
     @property
     def own(self) -> int:
-        """This worker's steps in the block."""
         return self.plan.get(self.number, self.length)
 
     def into(self, step: int) -> int:
-        """Return this worker's steps in the block at this common count."""
         return self.taken if self.every.own_steps else step - self.start
 
     def due(self, step: int) -> list[int]:
@@ -102,7 +97,6 @@ class Schedule:
         return 0.0 < LATE_FACTOR * self.seconds < seconds
 
     def end(self) -> int:
-        """End the block early; return the common count at the end."""
         self.taken = self.own
         return self.start + self.length
 
@@ -113,7 +107,6 @@ class Schedule:
         self.plan = {}
 
     def begin_next(self, step: int, seconds: float) -> None:
-        """Start the next block after this step; `seconds` is the time per step."""
         if not self.every.own_steps:
             self.begin(step, self.every.next(self.length, seconds))
             return
@@ -149,12 +142,11 @@ class Schedule:
         self.follow(dict(zip(numbers, steps, strict=True)), number, taken, slowest)
 
     def follow(self, plan: Mapping[int, int], number: int, taken: float, seconds: float) -> None:
-        """Set each worker's steps; `taken` is the workers' mean in the previous block."""
         self.plan = dict(plan)
         self.number = number
         self.seconds = seconds
         self.ahead += taken
-        # Exceed the overlap, whose steps were not counted.
+        # Exceed the uncounted steps of the overlap.
         mean = sum(plan.values()) / len(plan)
         self.length = max(self.overlap + 1, round(self.ahead + mean))
 
@@ -254,7 +246,6 @@ class Seconds(Every):
 
 
 def check_schedule(every: Every, overlap: int, fragments: int, *, ranks_per_worker: int) -> None:
-    """Raise if blocks of this length do not allow these options."""
     if overlap >= every.least:
         raise ValueError(
             f"overlap must be less than the steps between two sync rounds ({every.least}), got "

@@ -2,8 +2,6 @@
 
 send      When a fragment is due, a sync round averages the difference from the anchor. With
           overlap, training continues meanwhile.
-plan      With `Seconds(..., own_steps=True)`, the reports of a round determine each worker's number
-          of steps in the next block. A worker that slows down ends the block early.
 commit    All workers agree that the round took place (`averaging/_round.py`).
 merge     The outer step moves anchor and parameters.
 undo      A member was lost in the round. The remaining members repeat the round immediately; with
@@ -12,8 +10,7 @@ joiners   New members of a crew receive the common state (`_common_state.py`).
 warm-up   The round after the last warm-up step makes the first anchor.
 samples   With a `Cursor`, the round also commits the samples of the block (`_samples.py`).
 
-`Sync.state` (`_block_state.py`) is the worker's place in this sequence. The methods below carry out
-the transitions.
+`Sync.state` (`_block_state.py`) is the worker's place in this sequence.
 """
 
 from __future__ import annotations
@@ -63,8 +60,6 @@ from manyhands.blocks.averaging._round import (
 
 @dataclass
 class PendingRound:
-    """Fragments in flight, and at the end of a block buffers and optimizer state."""
-
     fragments: Sequence[int]
     merge_at: int  # merge the mean after this step of `Sync.now`
     differences: Sequence[AnchorDifference]
@@ -72,12 +67,18 @@ class PendingRound:
     state: Sequence[SnapshotPayload]  # of the inner optimizer
     report: WorkerReport  # of this worker
     background: BackgroundSync
-    overlaps: bool = True  # whether training continues meanwhile
+    overlaps: bool  # whether training continues meanwhile
+    mix: float | None  # see `AnchorDifference.merge`
+
+    @property
+    def diverges(self) -> bool:
+        """Whether parameters may differ from the anchor after the merge."""
+        return self.overlaps or self.mix not in (None, 0.0)
 
     def merge(self, result: RoundResult, anchor: Anchor, extras: Extras) -> None:
         anchor.reset_frozen()  # parameters may have been frozen since the send
         for difference in self.differences:
-            difference.merge(result, self.report.included)
+            difference.merge(result, self.report.included, self.mix)
         # Buffers and state may have been replaced by new tensors since the send.
         if self.buffers:
             buffers = by_index(extras.buffer_tensors())
@@ -91,8 +92,6 @@ class PendingRound:
 
 
 class Sync:
-    """The sync rounds of this worker."""
-
     def __init__(
         self,
         members: Members,
@@ -101,7 +100,9 @@ class Sync:
         state: BlockState,
         extras: Extras,
         options: object,
+        mix: float | None,
     ) -> None:
+        self.mix = mix
         self.members = members
         self.anchor = anchor
         self.schedule = schedule
@@ -118,7 +119,6 @@ class Sync:
     # -- the life of a block -------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Warn once if the parameters are not at the anchor at the start of a block."""
         if self.state.anchor_in_use and not self.state.diverged:
             self._watch.check()
 
@@ -127,7 +127,6 @@ class Sync:
             self._watch.note()
 
     def count_step(self) -> None:
-        """Count a step, including a step that the optimizer skipped."""
         state = self.state
         if self.alone or state.steps < state.warmup:
             steps = state.steps + 1
@@ -138,11 +137,9 @@ class Sync:
 
     @property
     def now(self) -> int:
-        """The step count for merges."""
         return self.state.own if self.schedule.every.own_steps else self.state.steps
 
     def after_step(self) -> None:
-        """Send and merge the fragments that are due after the last step."""
         step = self.state.steps
         if self.state.before_blocks:
             if step == self.state.warmup:
@@ -160,7 +157,7 @@ class Sync:
             self._merge()
         # A merge may admit joiners, which have no values for fragments due before they joined.
         if due and self.members.workers is workers and self.anchor.buckets:
-            self._send(due, self.now + self.schedule.overlap)
+            self._send(due, self.now + self.schedule.overlap, self.mix)
             if not self.schedule.overlap:
                 self._merge()
 
@@ -176,21 +173,19 @@ class Sync:
                 self.after_step()
 
     def set_steps(self, step: int) -> None:
-        """Merge the rounds in flight, and continue as after `step` steps."""
         self.merge_pending()
         self.state = self.state.continue_at(step)
         self.begin_block()
         self.restart_clock()
 
     def begin_block(self) -> None:
-        """Enter the block of the current step, skipping earlier steps."""
         start = self.schedule.every.first_start(max(self.state.steps, self.state.warmup))
         self.schedule.begin(start, self.schedule.length)
 
     def sync_now(self, *, closing: bool = False) -> None:
         """Merge all rounds in flight, then synchronize all fragments if diverged."""
         # `closing`: all members have arrived. If a merge admits joiners, they take part in the next
-        # round. If this worker received the state, the other members completed that round.
+        # round.
         fragments = range(self.schedule.fragments if self.anchor.buckets else 0)
         if self.state.has_let_in and self.state.diverged and fragments and not closing:
             # The joiners are training and do not know about this round. End the generation: the
@@ -223,7 +218,6 @@ class Sync:
             break
 
     def merge_pending(self, due: Sequence[int] = ()) -> None:
-        """Merge all rounds in flight; if members change, synchronize `due` too."""
         while self.pending:
             self._merge(due)
 
@@ -239,14 +233,12 @@ class Sync:
         return just_merged or not self.state.diverged
 
     def seconds_to_merge(self) -> float:
-        """Estimate the seconds until the anchor contains the steps of this block."""
         schedule = self.schedule
         steps = max(0, schedule.own + schedule.overlap - schedule.into(self.state.steps))
         seconds, taken = self.clock.elapsed(self.state.own)
         return steps * seconds / max(taken, 1)
 
     def received_tensors(self) -> list[Tensor]:
-        """Return the tensors with the run's state, after joining a run."""
         if not self.state.joined_late:
             return []
         return [*self.anchor.params, *self.extras.buffer_tensors()]
@@ -257,11 +249,12 @@ class Sync:
 
     # -- sync rounds of fragments --------------------------------------------------------------
 
-    def _send(self, fragments: Sequence[int], merge_at: int) -> None:
+    def _send(self, fragments: Sequence[int], merge_at: int, mix: float | None = None) -> None:
         self.anchor.reset_frozen()
         overlaps = merge_at > self.now
-        # With overlap, parameters change during the round; a crew may undo the round.
-        kept_apart = overlaps or self.members.elastic
+        # With overlap, parameters change during the round; a crew may undo the round; and mixing
+        # needs the whole result.
+        kept_apart = overlaps or self.members.elastic or mix is not None
         differences = self.anchor.differences(fragments)
         if kept_apart:
             for difference in differences:
@@ -294,6 +287,7 @@ class Sync:
                 report,
                 self._start(sent, kept_state or state, report),
                 overlaps,
+                mix,
             )
         )
         self.state = self.state.send(fragments)
@@ -306,7 +300,6 @@ class Sync:
         ends_block: bool = True,
         contributes: bool = True,
     ) -> WorkerReport:
-        """Return this worker's report. `finite` covers this rank's values."""
         stop = stop_notice.received
         inner = self.members.inner
         if inner.size > 1:
@@ -332,7 +325,6 @@ class Sync:
     def _start(
         self, payloads: Sequence[Payload], state: Sequence[Payload], report: WorkerReport
     ) -> BackgroundSync:
-        """Start a round in a thread if needed, otherwise run it here."""
         before = self.pending[-1].background if self.pending else None
         background = BackgroundSync(
             lambda workers: SyncRound(workers, report).run(payloads, state),
@@ -356,7 +348,6 @@ class Sync:
         return result
 
     def _merge(self, due: Sequence[int] = ()) -> None:
-        """Wait for the oldest round in flight, and merge the mean."""
         pending = self.pending.popleft()
         try:
             result = self._commit(pending.background)
@@ -385,14 +376,13 @@ class Sync:
         if self.extras.state == "reset" and ends_block:
             self.extras.reset_state()
         complete = len(pending.fragments) == self.schedule.fragments
-        self.state = self.state.commit(complete=complete, overlaps=pending.overlaps, work=work)
+        self.state = self.state.commit(complete=complete, overlaps=pending.diverges, work=work)
         for later in self.pending:  # these rounds include the work just merged
             later.report = later.report.with_work(later.report.work.minus(work))
         self.regroup(due)
         self.restart_clock()
 
     def _discard_own_values(self) -> None:
-        """Return to the anchor, and exclude this worker from the rounds in flight."""
         self.anchor.restore_params()
         self.state = self.state.drop_steps()
         if drop_nonfinite_state(self.extras.optimizer):
@@ -436,9 +426,9 @@ class Sync:
     def average_gradients(self, params: Sequence[Tensor]) -> bool:
         """Set every gradient to the workers' mean, and return whether the mean is usable.
 
-        Used in a shared warm-up. If no worker has a gradient for a parameter, the gradient remains
-        None. After a state transfer, this worker's gradients belong to old parameters and are
-        excluded. If the transfer ended the warm-up, there is no mean.
+        If no worker has a gradient for a parameter, the gradient remains None. After a state
+        transfer, this worker's gradients belong to old parameters and are excluded. If the transfer
+        ended the warm-up, there is no mean.
         """
         # Workers may use different parameters but must send equal payloads. Zeros replace missing
         # gradients, and `present` says which gradients exist.
@@ -477,7 +467,6 @@ class Sync:
         self.restart_clock()
 
     def _reset_after_local_warmup(self) -> None:
-        """Reset the optimizer state, because a local warm-up ends with other parameters."""
         if self.state.local_warmup and not self.extras.averages_state:
             self.extras.reset_state()
 

@@ -32,8 +32,6 @@ CHUNK_MULTIPLE = 1 << 16  # elements; a multiple of each codec's group
 
 
 class Waitable(Protocol):
-    """A message or barrier in flight."""
-
     def wait(self) -> object: ...
 
 
@@ -75,7 +73,6 @@ class PayloadChunk:
             out.zero_()  # in a sum, NaN would reach all workers; codecs need finite numbers
 
     def _read_all(self, report: WorkerReport, out: Tensor, squares: list[float]) -> None:
-        """Fill `out` with the chunk's values, and add the squared length to both `squares`."""
         self._read(report, 0, out)
         square = self._square(out)
         squares[0] += square
@@ -86,7 +83,6 @@ class PayloadChunk:
         return float(torch.dot(values, values)) if self.payload.measured else 0.0
 
     def _average(self, own: Tensor, result: RoundResult, read: Callable[[int], Tensor]) -> None:
-        """Average a slice in place over the included ranks; `read` returns a rank's values."""
         included = result.included
         if self.payload.first_only:
             included = included[:1]
@@ -104,7 +100,6 @@ class PayloadChunk:
 
 
 def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[PayloadChunk]:
-    """Return the chunks of all payloads, in equal order on every worker."""
     # An empty payload becomes an empty chunk, because reports are necessary.
     spare: list[Tensor] = []  # memory of finished chunks
     chunks: list[PayloadChunk] = []
@@ -141,7 +136,6 @@ def _chunk_length(payload: Payload) -> int:
 
 
 def elements_per_chunk(length: int) -> int:
-    """Return the elements per chunk of unencoded values."""
     return max(MIN_CHUNK, min(MAX_CHUNK, length // 16)) // CHUNK_MULTIPLE * CHUNK_MULTIPLE
 
 
@@ -206,7 +200,6 @@ class AllReduceChunk(PayloadChunk):
         return square
 
     def _allocate(self, size: int) -> Tensor:
-        """Return memory for `size` elements, from a finished chunk if possible."""
         payload = self.payload
         for index, spare in enumerate(self._spare):
             if (spare.numel(), spare.dtype, spare.device) == (size, payload.dtype, payload.device):
@@ -283,7 +276,6 @@ class SharedMemoryChunk(PayloadChunk):
         return sum(float(numbers[REPORT]) for numbers in self._reports)
 
     def _slice(self, worker: int, owner: int) -> Tensor:
-        """Return the slice that `owner` averages, in the place of `worker`."""
         return self._values[worker][self._cuts[owner] : self._cuts[owner + 1]]
 
 
@@ -305,8 +297,7 @@ class PairwiseChunk(PayloadChunk):
         values    send each owner this worker's encoded values of the owner's slice
         mean      send all workers the encoded mean of this worker's slice
 
-    Each worker sends 2 (N-1)/N of the encoded payload, as in a ring all_reduce. A ring adds values
-    on the way, so it would have to decode and encode at every hop.
+    A ring all_reduce sends equal amounts, but would have to decode and encode at every hop.
 
     Without rounding, values and mean are computed directly in the message:
 
@@ -385,7 +376,6 @@ class PairwiseChunk(PayloadChunk):
         return self._cuts[owner + 1] - self._cuts[owner]
 
     def _bytes(self, owner: int) -> int:
-        """Return the message size for a slice."""
         size = self.payload.codec.size(self._elements(owner), self.payload.dtype)
         return -(-(MESSAGE_HEAD + size) // 8) * 8  # view(float64) needs a multiple of 8
 
@@ -422,7 +412,6 @@ class PairwiseChunk(PayloadChunk):
         return self._incoming[rank][:size].cpu().view(torch.float64).tolist()
 
     def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
-        """Send each other worker a message, and receive `sizes[rank]` bytes from each."""
         if self.workers.size > 1:
             rank = self.workers.rank
             # No message to this worker.

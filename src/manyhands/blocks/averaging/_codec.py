@@ -27,15 +27,12 @@ class Codec:
     cosine = 0.92  # measured lower bound between equal workers' values, partly rounded
 
     def size(self, elements: int, dtype: torch.dtype) -> int:
-        """Return the number of bytes of the encoded values."""
         raise NotImplementedError
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return finite values as bytes (a uint8 tensor)."""
         raise NotImplementedError
 
     def decode(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return the rounded values."""
         raise NotImplementedError
 
 
@@ -58,8 +55,6 @@ class Uncompressed(Codec):
 
 @dataclass(frozen=True)
 class HalfPrecision(Codec):
-    """Values in a 16-bit type."""
-
     dtype: torch.dtype
 
     def size(self, elements: int, dtype: torch.dtype) -> int:
@@ -81,7 +76,6 @@ class Grouped(Codec):
         return -(-elements // self.group)
 
     def _padded(self, values: Tensor) -> Tensor:
-        """Return a row of values per group; zeros fill the last row."""
         missing = -values.numel() % self.group
         if missing:
             values = F.pad(values, (0, missing))
@@ -120,7 +114,9 @@ class Integers(Grouped):
         scales = data[: 2 * groups].view(torch.bfloat16).to(dtype)
         codes = data[2 * groups :].view(torch.int8)
         if self.bits == 4:
-            codes = torch.cat([(codes << 4) >> 4, codes >> 4])  # an arithmetic shift keeps the sign
+            codes = torch.cat(
+                [(codes << 4) >> 4, codes >> 4]
+            )  # arithmetic shifts preserve the sign
         values = codes.view(-1, self.group).to(dtype).mul_(scales.unsqueeze(1))
         return values.flatten()[:elements]
 

@@ -3,16 +3,14 @@
 Work             steps and samples of a worker
 WorkerReport     a few numbers about a worker, sent with the chunks
 RoundResult      all reports and squared lengths; equal on all workers
-Payload          tensors of one type from a worker, read and written in ranges
+Payload          tensors of a type from a worker, read and written in ranges
 TensorPayload    buffers, optimizer state or gradients, averaged in place
 SnapshotPayload  a copy of a `TensorPayload`, later overwritten with the mean
 Extras           buffers and optimizer state, averaged or reset
 
-Payloads of parameters are differences from the anchor (`blocks/_anchor.py`).
-
 The mean excludes workers with non-finite values. A finite norm proves that all values are finite,
-and reads the memory once. A norm may overflow (in float32 the square of 3e19 is infinite), so if it
-is not finite, the maximum absolute value decides.
+and reads the memory once. If the norm overflows (in float32 the square of 3e19 is infinite), the
+maximum absolute value decides.
 
 Each tensor has a *key*, equal on all workers and across restarts: the index of a buffer in the
 model, or the index of a parameter with the name of its state. The mean is written to the current
@@ -58,14 +56,11 @@ SAMPLES_INCOMPLETE = -2.0
 
 
 class Work(NamedTuple):
-    """Steps of a worker, and their samples."""
-
     steps: int = 0
     counted: int = 0  # steps with a known number of samples
     samples: int = 0  # of the counted steps
 
     def plus(self, samples: int | None) -> Work:
-        """Add a step and the number of samples, if known."""
         if samples is None:
             return self._replace(steps=self.steps + 1)
         return Work(self.steps + 1, self.counted + 1, self.samples + samples)
@@ -120,7 +115,7 @@ REPORT = len(WorkerReport._fields) + 2
 
 
 class Payload:
-    """Tensors of one type and device, as a flat sequence of `length` elements."""
+    """Tensors of a common type and device, as a flat sequence of `length` elements."""
 
     length: int
     dtype: torch.dtype
@@ -148,8 +143,6 @@ def fingerprint(options: object) -> float:
 
 
 class Squares:
-    """Squared lengths of the differences in a part of the payloads."""
-
     def __init__(self, workers: int) -> None:
         self.by_rank = [0.0] * workers  # as sent; 0 if not finite
         self.exact = [0.0] * workers  # before rounding; not saved
@@ -168,7 +161,6 @@ class RoundResult:
         return [rank for rank, report in enumerate(self.reports) if report.included]
 
     def weights(self, ranks: Sequence[int]) -> list[float]:
-        """Return the weights of these ranks in the mean: all 1 if equal."""
         weights = [self.reports[rank].weight for rank in ranks]
         return [1.0] * len(weights) if len(set(weights)) == 1 else weights
 
@@ -179,7 +171,6 @@ class RoundResult:
 
     @property
     def averages_state(self) -> bool:
-        """Whether every worker had optimizer state to average."""
         return min(report.state_elements for report in self.reports) > 0
 
 
@@ -187,7 +178,7 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
     for same in group_by_type([local_shard(tensor).detach() for tensor in tensors]):
         if same[0].is_complex():
             same = list(map(torch.view_as_real, same))
-        # One fused kernel and one device synchronization, instead of one per tensor.
+        # A fused kernel, with a single device synchronization.
         lengths = torch._foreach_norm(same, dtype=accumulation_dtype(same[0].dtype))
         if torch.stack(lengths).isfinite().all():
             continue
@@ -263,7 +254,6 @@ class SnapshotPayload(Payload):
         self.values[start : start + mean.numel()].copy_(mean)
 
     def copy_to(self, result: RoundResult, tensors: Mapping[str, Tensor]) -> None:
-        """Set the tensors with these keys, if they still exist, to the mean."""
         if not result.included:
             return
         for key, mean in zip(self.keys, self.values.split(self.sizes), strict=True):
@@ -278,7 +268,6 @@ class SnapshotPayload(Payload):
 
 
 def make_payloads(tensors: Mapping[str, Tensor], first_only: bool = False) -> list[TensorPayload]:
-    """Return a payload for each type and device, without integer and bool tensors."""
     groups: dict[object, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.is_complex():
@@ -305,7 +294,6 @@ def trainable_params(optimizer: Optimizer) -> list[Tensor]:
 
 
 def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Return state tensors with the shape of a parameter, but no scalars, in a fixed order."""
     found = {}
     for number, param in enumerate(all_params(optimizer)):
         if not param.requires_grad:
@@ -319,7 +307,6 @@ def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> di
 
 
 def drop_nonfinite_state(optimizer: Optimizer) -> bool:
-    """Delete non-finite state, by parameter; return whether there was any."""
     dropped = False
     for param, state in list(optimizer.state.items()):
         if not isinstance(param, Tensor):
@@ -337,7 +324,6 @@ def drop_nonfinite_state(optimizer: Optimizer) -> bool:
 class Extras:
     """Buffers and optimizer state, averaged or reset at the end of a block.
 
-    Without `model`, `_find_modules` searches the garbage collector for the model of the parameters.
     `buffers` and `state` are options of `Blocks`.
     """
 
@@ -371,7 +357,6 @@ class Extras:
         return found
 
     def buffer_tensors(self) -> list[Tensor]:
-        """Return the model's current buffers without duplicates, or none if not synchronized."""
         found: dict[int, Tensor] = {}
         if self.buffers != "keep":
             for module in self.modules:

@@ -9,12 +9,11 @@ StepClock        time per step since the last round
 SyncRound        average payloads over the workers
 StateTransfer    send joiners of a crew the common state
 
-Payloads are cut into chunks (`_chunks.py`). A few chunks are in flight at a time, so that reading
-and encoding overlap with communication, and no second copy of a payload exists.
+A few chunks of payloads (`_chunks.py`) are in flight at a time, so that reading and encoding
+overlap with communication, and no second copy of a payload exists.
 
 Reports travel with the chunks, so agreement checks, the exclusion of non-finite values and the
-drift need no further message. All workers see equal reports in the same order, and reach equal
-conclusions.
+drift need no further message. All workers see equal reports, and reach equal conclusions.
 
 A thread runs the round if training continues meanwhile, or if a crew must notice lost members while
 others wait for messages. Rounds of a group run sequentially, because their messages must not mix.
@@ -68,8 +67,6 @@ RunRound = Callable[[RankGroup], RoundResult]
 
 
 class FixedMembers:
-    """The workers of a process group."""
-
     elastic = False
     regroup_due = False
 
@@ -101,12 +98,10 @@ class FixedMembers:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other worker, now or later."""
         return self.workers.size == 1
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Workers' numbers in messages to users, by rank."""
         return range(self.workers.size)
 
     @property
@@ -224,7 +219,6 @@ class BackgroundSync(threading.Thread):
         super().start()
 
     def run(self) -> None:
-        """Run the round after the previous round of the group."""
         before = self._before
         self._before = None
         try:
@@ -241,7 +235,6 @@ class BackgroundSync(threading.Thread):
             self._done.set()
 
     def finished(self, seconds: float | None = None) -> bool:
-        """Wait until the round has ended, up to `seconds`; return whether it has."""
         return self._done.wait(seconds)
 
 
@@ -313,7 +306,6 @@ class RoundStats:
     compared: bool = False  # whether a first block was tested for identical movements
 
     def record(self, result: RoundResult, numbers: Sequence[int], codec: Codec) -> None:
-        """Record a round of workers with these numbers, by rank."""
         reports = result.reports
         parts = result.parts
         weights = [report.weight if report.included else 0.0 for report in reports]
@@ -350,13 +342,10 @@ class RoundStats:
 
 
 class StepClock:
-    """The time per step of this worker since the last sync round."""
-
     def __init__(self) -> None:
         self.restart(0)
 
     def restart(self, step: int, seconds: float = 0.0, steps: float = 0) -> None:
-        """Time steps from now, with this many seconds and steps already counted."""
         self._start = (time.perf_counter() - seconds, step - int(steps))
         self._measured = (-1, 0.0)  # step and answer of the last `seconds_per_step`
 
@@ -375,8 +364,6 @@ class StepClock:
 
 
 class SyncRound:
-    """A sync round of this worker, with two queues of chunks in flight."""
-
     def __init__(self, workers: RankGroup, report: WorkerReport) -> None:
         self.workers = workers
         self.report = report

@@ -24,17 +24,14 @@ a member has left.
         exchange_a_last_time()
     crew.leave()
 
-_roster.py contains the shared decisions. _enrollment.py compares the options of workers and admits
-processes to a generation. The training state belongs to the caller.
+_roster.py contains the shared decisions. _enrollment.py admits processes to a generation. The
+training state belongs to the caller.
 
-The members of a generation are connected by a gloo group that can be aborted. gloo cannot cancel a
-message to a suspended process: `abort` returns immediately and has no effect (torch 2.13), so the
-message waits for the timeout. On Linux, we therefore shut down the connections of the group, and
-every pending message fails at both ends.
-
-In rare cases, a message still waits for the timeout: if the sending thread finds the connection
-broken, gloo forgets the message. The destructor of the group waits for the thread, so groups are
-destroyed in a separate thread.
+gloo cannot cancel a message to a suspended process (torch 2.13: `abort` has no effect, and the
+message waits for the timeout). On Linux, we therefore shut down the connections of the group, and
+every pending message fails at both ends. In rare cases gloo forgets a message on a broken
+connection. The destructor of the group then waits for the timeout, so a separate thread destroys
+groups.
 """
 
 from __future__ import annotations
@@ -103,23 +100,22 @@ Number = TypeVar("Number", int, float)
 class Crew:
     """The workers of a run, and this worker's membership.
 
-    `store` is "host:port" of a torch TCPStore. `number` identifies this worker; a restarted worker
-    uses the same number. `expected` is the number of workers at the start. A worker without a
-    heartbeat for `stall` seconds is considered lost. Members wait up to `patience` seconds for a
-    living worker. With `patience="auto"`, members wait as long as waiting costs less than
-    proceeding, estimated from the durations of earlier rounds.
-    A round needs at least `quorum` workers; with fewer workers, members wait for new workers.
-    Finished workers count as well. With a quorum above 1, a worker that is cut off from the store
-    waits until the store is reachable, and joins again.
+    `store` is "host:port" of a torch TCPStore. `number` identifies this worker, also after a
+    restart. `expected` is the number of workers at the start. A worker that sends no heartbeat for
+    `stall` seconds is considered lost. Members wait up to `patience` seconds for a living worker.
+    With `patience="auto"`, members wait as long as waiting costs less than proceeding, estimated
+    from the durations of earlier rounds.
+    A round needs at least `quorum` workers; finished workers count as well. With a quorum above 1,
+    a worker that is cut off from the store waits until the store is reachable, and joins again.
     A worker may consist of multiple processes that train a model together, as with DDP or FSDP.
-    Pass their process group as `inner_group`, and the same number in all of these processes.
+    Pass their process group as `inner_group`, and an equal number in all of these processes.
     Workers sign all values in the store with `secret`, which must be equal on every worker, and
-    ignore values without a valid signature.
+    ignore other values.
     Omitted arguments are read from environment variables that `manyhands run` sets:
     MANYHANDS_STORE, MANYHANDS_SECRET, MANYHANDS_WORKER, MANYHANDS_WORKERS, MANYHANDS_STALL,
     MANYHANDS_PATIENCE and MANYHANDS_QUORUM.
 
-    Without a store, the crew has a single worker, starts no threads, and keeps every round.
+    If there is no store, the crew has a single worker, starts no threads, and keeps all rounds.
 
     >>> import torch, manyhands as mh
     >>> param = torch.nn.Parameter(torch.zeros(1))
@@ -143,7 +139,7 @@ class Crew:
     ) -> None:
         self.inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         self.store = store or os.environ.get("MANYHANDS_STORE") or None
-        self._connection: StoreConnection | None = None  # None without a store
+        self._connection: StoreConnection | None = None
         if self.store:
             parse_address(self.store)  # raises if malformed
             stop_notice.in_crew = True
@@ -184,7 +180,6 @@ class Crew:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The numbers of the workers, in rank order."""
         return self._membership.members
 
     @property
@@ -193,12 +188,10 @@ class Crew:
 
     @property
     def source(self) -> int:
-        """The rank that sends state to joiners."""
         return self._membership.source
 
     @property
     def joiners(self) -> tuple[int, ...]:
-        """The ranks that need the state."""
         return self._membership.joiners
 
     @property
@@ -207,17 +200,14 @@ class Crew:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The members' gloo group (a ProcessGroupGloo); None in a crew of a single worker."""
         return None if self._transport is None else self._transport.group
 
     @property
     def run(self) -> str | None:
-        """The name of the run, drawn by the first worker; None before this worker joins."""
         return None if self._enrollment is None else self._enrollment.shared.roster.run
 
     @property
     def ignored(self) -> int:
-        """Number of values in the store that this worker ignored as invalid."""
         return 0 if self._connection is None else self._connection.signer.ignored
 
     # -- joining and leaving -------------------------------------------------------------------
@@ -246,7 +236,6 @@ class Crew:
             self._grace.begin_block()
 
     def _enroll(self, connection: StoreConnection, facts: MemberFacts) -> None:
-        """Connect to the store, and compare this worker's facts with the run."""
         monitor = HeartbeatMonitor(self.stall)
         client = StoreClient(connection.store, monitor.interval, connection.signer)
         try:
@@ -292,7 +281,6 @@ class Crew:
         self.regroup_due = True
 
     def _return_to_store(self, connection: StoreConnection) -> None:
-        """Wait until the store answers again, and enroll as a new process."""
         former = self._joined()
         self._disconnect()
         former.close()
@@ -318,7 +306,6 @@ class Crew:
         self._depart(left=True)
 
     def drop_out(self) -> None:
-        """Leave like a dead worker, so that no member waits for this worker."""
         self._depart()
 
     def abort(self) -> None:
@@ -331,7 +318,6 @@ class Crew:
             self._transport.abort()
 
     def _depart(self, left: bool = False) -> None:
-        """Tell the members that this worker has left or ends (`atexit`)."""
         enrollment = self._enrollment
         self._enrollment = None
         self._membership = replace(self._membership, members=())  # the rank decides who saves
@@ -398,9 +384,9 @@ class Crew:
     def close(self, steps: int) -> bool:
         """Announce that this worker is done; return whether to run a last round before leaving.
 
-        True if all other members finish after the same number of steps. False if members continue
-        or have taken more steps: these members run the next round without this worker, as after a
-        death. With a quorum, also False if the store is unreachable: then `regroup_due` is set.
+        True if all other members finish after an equal number of steps. Otherwise the remaining
+        members run the next round alone, as after a death. With a quorum, also False if the store
+        is unreachable: then `regroup_due` is set.
         """
         if self._enrollment is None or self.size == 1 == self.inner.size:
             return True
@@ -411,7 +397,6 @@ class Crew:
             return False
 
     def _close(self, enrollment: Enrollment, steps: int) -> bool:
-        """Announce the end, and wait up to `patience` seconds for all other announcements."""
         generation = self.generation
         round_index = self._round
         shared = enrollment.shared
@@ -426,9 +411,8 @@ class Crew:
             if roster.generation != generation or own not in closing:
                 return False
             all_known = {*closing, *roster.gone, *shared.silent} >= {*roster.ids}
-            # A closing member that noticed a loss earlier has ended the generation, and waits for
-            # the last round in the next generation. If a training member has ended the generation,
-            # leave.
+            # If a closing member has ended the generation after a loss, the last round takes place
+            # in the next generation. If a training member has ended the generation, leave.
             regrouping = roster.waiting_ids.intersection(roster.ids)
             if (all_known or regrouping & closing.keys()) and {*closing.values()} == {steps}:
                 return True
@@ -451,7 +435,7 @@ class Crew:
         try:
             kept = self._settle(self._joined(), arrived, sync_round)
         except StoreLost:
-            # Members may have kept the round. After regrouping, they send their state.
+            # The decision is unknown. After regrouping, members send their state.
             self._note_cut()
             return False
         if self._grace is not None:
@@ -461,7 +445,6 @@ class Crew:
         return kept
 
     def _settle(self, enrollment: Enrollment, arrived: bool, sync_round: bool) -> bool:
-        """Report the arrival, and wait until the roster contains a decision."""
         generation = self.generation
         round_index = self._round
         shared = enrollment.shared
@@ -477,15 +460,15 @@ class Crew:
                 # Repeat the report, because a stranger may have erased it.
                 reported = time.monotonic()
                 shared.arrive(generation, round_index, enrollment.id)
-            # The last member to arrive sees all reports and keeps the round. In a large crew, N
-            # members would read N reports, so there only the first member looks, repeatedly.
+            # The last member to arrive sees all reports. In a large crew, N members would read N
+            # reports, so there only the first member looks, repeatedly.
             if len(roster.ids) > WATCHED:
                 look = arrived and enrollment.id == roster.ids[0]
             if look and not (missing := shared.not_arrived(generation, round_index, missing)):
                 roster = shared.change(lambda r: r.keep(generation, round_index, sync_round))
                 continue
             if not arrived or self._find_hindrance(roster, began):
-                # Has no effect if the round was kept concurrently: the loop then finds it kept.
+                # Has no effect if the round was concurrently decided.
                 roster = shared.change(lambda roster: roster.undo(generation, round_index))
                 continue
             time.sleep(pause)
@@ -499,7 +482,6 @@ class Crew:
         return kept
 
     def _find_hindrance(self, roster: Roster, began: float) -> tuple[str, tuple[int, ...]] | None:
-        """Return the reason why a round cannot be kept, and the numbers of lost workers."""
         closing = roster.closing_at(self._round)
         if closing and roster.generation == self.generation and self._joined().id not in closing:
             numbers = tuple(sorted(set(map(roster.worker_of, closing))))
@@ -515,13 +497,11 @@ class Crew:
 
     @property
     def _longest_wait(self) -> float:
-        """Seconds to wait for a living member."""
         if self._grace is None:
             return self.patience
         return min(self.patience, self._grace.seconds(self.size))
 
     def _lost(self, roster: Roster) -> tuple[int, ...]:
-        """Return the numbers of the members known to be lost."""
         if roster.generation != self.generation:
             return (self.number,)  # a later generation excludes this worker
         lost = (self._joined().shared.silent | roster.gone) & set(roster.ids)
@@ -535,7 +515,6 @@ class Crew:
     # -- from one generation to the next -------------------------------------------------------
 
     def _begin_alone(self) -> None:
-        """Start a generation of this worker alone, in a crew without a store."""
         self._membership = Membership(self.generation + 1, (self.number,))
         self.regroup_due = False
 
@@ -565,19 +544,17 @@ class Crew:
                 )
             if not self._connect():
                 shared.change(lambda roster: roster.undo(self.generation, 0))
-            # Each inner rank has a separate group, and one of these groups may have failed. A round
-            # decides for all processes of all workers whether everything is connected.
+            # Each inner rank has a separate group, which may have failed. A round decides for all
+            # processes of all workers.
             elif self.inner.size == 1 or self.settle(True, sync_round=False):
                 return
 
     def _disconnect(self) -> None:
-        """Abort the group, which ends in the background."""
         if self._transport is not None:
             self._transport.release()
             self._transport = None
 
     def _connect(self) -> bool:
-        """Connect the members; return False if that fails or a member is lost."""
         if self.size == 1 or self._connection is None:
             return True
         prefix = f"{PREFIX}group/{self.generation}/{self.inner.rank}"
@@ -598,8 +575,6 @@ class Crew:
 
 @dataclass(frozen=True)
 class Membership:
-    """A generation, and the rank of this worker."""
-
     generation: int = 0
     members: tuple[int, ...] = ()
     rank: int = 0
@@ -628,12 +603,10 @@ class GlooTransport:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to this long; return whether there is a group or an error."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def abort(self) -> None:
-        """Fail all pending messages of the group, at both ends."""
         self._aborted = True
         with self._lock:  # prevents a concurrent release
             if self._held is not None:
@@ -688,5 +661,4 @@ def _check_interface() -> None:
 def _or_environment(
     value: Number | None, variable: str, parse: Callable[[str], Number], default: Number
 ) -> Number:
-    """Return the argument; if None, the environment variable or the default."""
     return number_in(os.environ, variable, parse, default) if value is None else value

@@ -6,18 +6,15 @@
     enrollment.begin_incarnation()                      take a new id and start a heartbeat
     roster = enrollment.wait_for_generation(version, after=0, longest_wait=600.0)
 
-`Crew` (_crew.py) implements rounds and connections.
-
 `MemberFacts` must be equal on all workers of a crew: options and averaged tensors, as JSON text.
-The text of the first worker becomes the text of the run. A worker with a different text is refused
-with an error that lists the differences. (Ranks of a process group compare such facts when the
-optimizer is created, see `_ranks/agreement.py`. The members of a crew are never present together.)
+The text of the first worker becomes the text of the run. Workers with a different text are refused
+with an error that lists the differences.
 
     {"options": {"every": "16", ...},
      "parameter": [["encoder.weight", "(4, 3) float32 on cpu"], ...], "buffer": [...]}
 
-Tensors are averaged by position, so the order matters, and only names can reveal a different order.
-Names are not compared if they are unknown or if two workers share no name (one model is wrapped).
+Tensors are averaged by position, and only names can reveal a different order. Names are not
+compared if they are unknown or if two workers share no name (one model is wrapped).
 
 With a quorum, each worker first tries to connect to all other workers at their *doors*: ports that
 accept and close connections. The request to join lists unreachable workers, and the next generation
@@ -73,8 +70,6 @@ DescribedTensor = tuple[str, str]  # name (empty if unknown), description
 
 @dataclass(frozen=True)
 class MemberFacts:
-    """Description of a worker's options and tensors."""
-
     text: str
 
     @classmethod
@@ -98,7 +93,7 @@ class MemberFacts:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def differences(self, text: str, digest: str) -> list[str]:
-        """Return the differences from the run's text, whose checksum is `digest`."""
+        """Return the differences from the run's text with the checksum `digest`."""
         # The roster contains the correct checksum. The text may be missing or forged.
         if MemberFacts(text).digest != digest:
             return ["training options (the store no longer contains the run's description)"]
@@ -129,7 +124,6 @@ class Siblings:
         self.ids: frozenset[str] = frozenset()  # of the other processes in this generation
 
     def agree_on_incarnation(self, shared: SharedRoster) -> None:
-        """Set this worker's incarnation number in all processes."""
         if self.inner.size == 1:
             return
         roster = shared.refresh()
@@ -148,15 +142,10 @@ class Siblings:
         self.incarnation = int(incarnations[0])
 
     def enter(self, roster: Roster, own: str) -> None:
-        """Store the ids of the other processes of this worker in a generation."""
         ids = (id for id in roster.ids if roster.worker_of(id) == self.number)
         self.ids = frozenset(ids) - {own}
 
     def check(self, roster: Roster, late: bool) -> None:
-        """Raise if a process of this worker is gone, was restarted, or is missing when `late`.
-
-        Suspended processes may wake up, so the worker waits until `late` is set.
-        """
         if self.inner.size == 1:
             return
         present = 0
@@ -190,7 +179,6 @@ class Enrollment:
         self.expected = expected
         self.patience = patience
         self.quorum = quorum
-        # Without a quorum, both halves of a partitioned network would continue.
         self._door: Door | None = None
         if quorum > 1:
             self._door = Door(own_address(shared.client.store))
@@ -228,7 +216,6 @@ class Enrollment:
         raise JoinRefused(self.siblings.number, differences)
 
     def begin_incarnation(self) -> None:
-        """Take a new id and start a heartbeat under this id."""
         client = self.shared.client
         number = self.siblings.process_number
         if not self.own_ids:  # later changes are made by libraries
@@ -243,7 +230,6 @@ class Enrollment:
             client.put(f"{PREFIX}door/{self.id}", self._door.address)
 
     def close(self) -> None:
-        """End the connection to the store and the watching thread, and close the door."""
         self._closed.set()
         if self._watch.is_alive():
             self._watch.join(1.0)
@@ -252,7 +238,6 @@ class Enrollment:
             self._door.close()
 
     def _find_unreachable(self) -> tuple[str, ...]:
-        """Return the processes in the roster that this process cannot reach."""
         if self._door is None:
             return ()
         shared = self.shared
@@ -316,7 +301,7 @@ class Enrollment:
                 ended = now
             if waited > self.patience or (ended is not None and now - ended > longest_wait):
                 # Treat late living members as lost. The time counts from the end of their
-                # generation, because members may be in the middle of a block before.
+                # generation, because members may be inside a block before.
                 silent |= set(roster.absent(silent))
             late = waited > START_PATIENCE
             if late and not warned and not roster.has_quorum(silent, self.quorum):
@@ -346,7 +331,6 @@ class Enrollment:
         self.shared.ask_to_join(Member(self.id, version, self.siblings.incarnation, self._cut_from))
 
     def _check_number_is_free(self, roster: Roster) -> None:
-        """Raise if an earlier incarnation with this number is alive."""
         # A dead incarnation may remain in the roster, so require an advancing heartbeat. Exclude
         # earlier ids of this process: a delayed heartbeat may arrive after a network cut.
         number = self.siblings.process_number
@@ -361,7 +345,6 @@ class Enrollment:
 
 
 def check_not_failed(roster: Roster, generation: int, number: int) -> None:
-    """Raise if a member of this generation failed before the first sync round."""
     if roster.failed and roster.generation == generation:
         numbers = sorted({roster.worker_of(id) for id in roster.failed} - {number})
         raise RuntimeError(
@@ -377,7 +360,6 @@ def _incarnation_of(id: str) -> int:
 def _name_all(
     tensors: Sequence[Tensor], descriptions: Sequence[str], modules: Sequence[nn.Module]
 ) -> list[DescribedTensor]:
-    """Return (name, description) of each parameter or buffer."""
     names = names_in(modules, tensors) or [""] * len(tensors)
     return list(zip(names, descriptions, strict=True))
 
@@ -385,7 +367,6 @@ def _name_all(
 def _tensor_differences(
     kind: str, own: Sequence[DescribedTensor], run: Sequence[DescribedTensor]
 ) -> list[str]:
-    """Return a line for each tensor that differs between this worker and the run."""
     lines = []
     # Compare only names that occur in both models, because one of these may be wrapped.
     common = {name for name, _ in own} & {name for name, _ in run} - {""}
@@ -416,18 +397,15 @@ class Door:
         threading.Thread(target=self._accept, name="manyhands door", daemon=True).start()
 
     def _accept(self) -> None:
-        """Accept and close connections, in a thread."""
         while not self._closed.is_set():
             try:
                 self._listening.accept()[0].close()
             except OSError:
-                # Closed, or a temporary error: the caller has gone (ECONNABORTED), too many open
-                # files (EMFILE, ENFILE), no memory (ENOBUFS, ENOMEM), ... New connections wait in
+                # Closed, or a temporary error such as too many open files. New connections wait in
                 # the backlog, which callers also accept as an answer.
                 self._closed.wait(PAUSE)
 
     def close(self) -> None:
-        """Stop answering, and end the thread."""
         self._closed.set()
         # shutdown() wakes a thread in accept(), unlike close().
         with suppress(OSError):  # some systems have no shutdown of a listening socket
@@ -440,7 +418,7 @@ def unreachable(
 ) -> tuple[str, ...]:
     """Return the ids with closed doors; `addresses` maps ids to doors.
 
-    Do not wait for silent processes: after a network cut they have neither door nor heartbeat.
+    Do not wait for silent processes, which may be behind a network cut.
     """
     cut = set(addresses)
     left = set()

@@ -3,20 +3,17 @@
     server = ForkServer(command, environment, preload=["transformers"], output=output)
     worker = server.fork({"MANYHANDS_WORKER": "3"})    None: start a fresh process instead
 
-The fork server is a process that has imported torch and runs a single thread, which is checked
-before each fork because a fork copies only the calling thread. The server forks twice and does not
-wait for workers, so their parent becomes the launcher (a subreaper, prctl(2)). The launcher reaps
-forked workers like fresh processes, with exit codes and signals, and workers survive the death of
-the server. A new worker waits until the launcher knows the worker, and ends if the launcher has
-given up.
+The fork server has imported torch and runs a single thread, which is checked before each fork
+because a fork copies only the calling thread. The server forks twice, so the parent of workers
+becomes the launcher (a subreaper, prctl(2)), and workers survive the death of the server. A new
+worker waits until the launcher knows the worker, and ends if the launcher has given up.
 
 A forked worker runs the script like `python SCRIPT.py`: in `__main__`, with separate arguments,
 environment, output, session and random numbers.
 
 Libraries read environment variables during import, and the server has already imported libraries.
 Workers therefore report in the store which variables their script has changed before joining. A
-worker is forked only if these variables have equal values in the server: because the server's
-imports set them as well, or because the script sets the existing value. Variables that identify a
+worker is forked only if these variables have equal values in the server. Variables that identify a
 process (`IDENTITY`) are not compared.
 """
 
@@ -103,7 +100,6 @@ def changed_variables() -> dict[str, str | None]:
 
 
 def describe_changes(signer: Signer) -> str:
-    """Return the names of the changed variables, each with a signature of its value."""
     changed = changed_variables()
     return json.dumps({name: _sign_value(signer, name, changed[name]) for name in changed})
 
@@ -114,7 +110,6 @@ def _sign_value(signer: Signer, name: str, value: str | None) -> str:
 
 
 def pipes_of(process: subprocess.Popen[bytes] | ForkedProcess) -> tuple[IO[bytes], IO[bytes]]:
-    """Return the pipes of a process's output and errors."""
     assert process.stdout is not None and process.stderr is not None
     return process.stdout, process.stderr
 
@@ -138,7 +133,7 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self.ready = False
         self._changed: dict[str, str | None] = {}  # variables changed by imports in the server
-        # Without a subreaper, the parent of forked workers would be init.
+        # Otherwise the parent of forked workers would be init.
         linux = sys.platform.startswith("linux")
         self._works = linux and ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0) == 0
 
@@ -147,7 +142,6 @@ class ForkServer:
         return None if self._process is None else self._process.pid
 
     def watch(self) -> None:
-        """Start or replace the server process, and check whether it is ready."""
         if self._process is None:
             if self._works and time.monotonic() - self._began > REPLACE:
                 try:
@@ -164,7 +158,6 @@ class ForkServer:
             self._changed = json.loads(changed or "{}")
 
     def differences(self, described: str, signer: Signer) -> list[str]:
-        """Return the variables changed by a worker that have a different value in the server."""
         found = []
         for name, signature in json.loads(described).items():
             value = self._changed.get(name, self._environment.get(name))
@@ -173,7 +166,6 @@ class ForkServer:
         return found
 
     def fork(self, environment: Mapping[str, str]) -> ForkedProcess | None:
-        """Fork a worker with these additional variables; None if impossible."""
         if not self.ready or self._socket is None:
             return None
         (out, out_end), (err, err_end), (go, begin) = (os.pipe() for _ in range(3))
@@ -197,7 +189,6 @@ class ForkServer:
                 os.close(end)
 
     def close(self) -> None:
-        """End the server. Its workers continue."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -234,7 +225,6 @@ class ForkServer:
             self._output.add(pipe, "kept", target)
 
     def give_up(self, why: str) -> None:
-        """End the server permanently, with a message."""
         if self._works:
             say(f"no worker is forked from now on ({why}). Workers start as fresh processes.")
         self._works = False
@@ -284,7 +274,6 @@ def serve() -> None:
 
 
 def _find_problem() -> str | None:
-    """Return the reason why this process must not be forked."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -294,7 +283,6 @@ def _find_problem() -> str | None:
 
 
 def _take_over(environment: Mapping[str, str], out: int, err: int, begin: int) -> None:
-    """Redirect output, set the environment, and seed random generators of a new worker."""
     import torch
 
     for number, end in enumerate((out, err), 1):

@@ -1,16 +1,15 @@
 """Estimate how long a crew should wait for a late member.
 
 While a member is late, each of the other n - 1 members loses a second per second. Proceeding
-without the late member also has a cost: the block of the late member is lost, and all members
-regroup twice, to exclude and to readmit the member. Waiting until the first cost equals the second
-loses no more than twice the optimum, which would require knowing the delay in advance.
+loses the block of the late member, and all members regroup twice, to exclude and to readmit the
+member. Waiting until the first cost equals the second loses no more than twice the optimum.
 
     usual      median + 4 MAD of the last waits; MAD is the median distance from the median
     worth      (block + 2 n regroup) / (n - 1): waiting for this long costs less than proceeding
     window     maximum of usual, worth and SHORTEST
 
     block      median duration of this member's last blocks
-    regroup    median duration of its last regroupings
+    regroup    median duration of the last regroupings
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ REGROUP = 1.0  # seconds: estimate before the first regrouping
 
 
 class GraceWindow:
-    """The durations that a member has measured, and the resulting patience."""
-
     def __init__(self) -> None:
-        self._waits: deque[float] = deque(maxlen=32)  # from arrival until the round was kept
+        self._waits: deque[float] = deque(maxlen=32)  # from arrival until the decision
         self._blocks: deque[float] = deque(maxlen=8)  # from a round until the next arrival
         self._regroups: deque[float] = deque(maxlen=8)
         self._began = 0.0  # start of the current block
@@ -42,11 +39,9 @@ class GraceWindow:
         self._arrived = time.monotonic()
 
     def keep_round(self) -> None:
-        """Add the durations of the current round."""
         self.add_round(self._arrived - self._began, time.monotonic() - self._arrived)
 
     def add_round(self, block: float, waited: float) -> None:
-        """Add the durations of a successful round."""
         self._blocks.append(block)
         self._waits.append(waited)
 
@@ -54,7 +49,6 @@ class GraceWindow:
         self._regroups.append(seconds)
 
     def forget_rounds(self) -> None:
-        """Discard the durations of earlier rounds."""
         self._waits.clear()
         self._blocks.clear()
 

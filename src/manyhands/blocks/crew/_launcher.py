@@ -3,13 +3,13 @@
 A worker is a process, or multiple processes that train a model together and end together.
 
     exit code 0              the worker is done
-    an error                 restarted, `restarts` times within an hour. Before the first sync
-                             round, an error ends the run, as there is no progress to lose
+    an error                 restarted, `restarts` times within an hour; before the first sync
+                             round, an error ends the run
     refused                  options or model differ (_enrollment.py): not restarted
     a crash (SIGSEGV, ...)   counts as an error
     other signals            sent from outside: always restarted, after a growing pause if the
                              worker ran for a short time only
-    suspended                a worker without a heartbeat for `STOPPED_LIMIT` seconds is killed
+    suspended                killed after `STOPPED_LIMIT` seconds of silence
 
 Workers that die after all other workers have finished are not restarted, and their exit codes do
 not count.
@@ -19,13 +19,8 @@ Ended workers are reported to the crew, and restarted, after the store answers. 
 count, because the cut may be the cause. After `patience` seconds, ended workers are given up.
 
 A single thread performs these tasks while waiting for output. The crew is told about the end of a
-worker before the worker is restarted.
-
-Replacement workers are forked by the fork server (_fork_server.py), if safe.
-
-Each worker is a process group. Groups never outlive the launcher: on Linux, the system kills the
-groups when the launcher dies, and on every system a guard process does (_processes.py). A launcher
-that cannot print continues.
+worker before the restart. Each worker is a process group that ends with the launcher
+(_processes.py). A launcher that cannot print continues.
 """
 
 from __future__ import annotations
@@ -93,8 +88,6 @@ class LaunchedWorker:
 
 
 class Launcher:
-    """Runs the workers of this host until all have ended."""
-
     def __init__(
         self,
         command: Sequence[str],
@@ -146,7 +139,6 @@ class Launcher:
             self._fork_server = ForkServer(self.command, self.environment, preload, self._output)
 
     def run(self) -> int:
-        """Run until all workers have ended; return the exit code."""
         with self._handle_signals():
             try:
                 while self._exit_code is None and not self._stop_signal and self._has_work():
@@ -182,7 +174,6 @@ class Launcher:
         return any(w.processes or w.due is not None or w.unreported for w in self.workers)
 
     def _do_what_is_due(self) -> None:
-        """Start workers, forward output, handle ended workers, and kill suspended workers."""
         now = time.monotonic()
         self._handle_lost_store()
         for worker in self.workers:
@@ -206,7 +197,6 @@ class Launcher:
     # -- starting and ending a worker ----------------------------------------------------------
 
     def _start(self, worker: LaunchedWorker) -> None:
-        """Start the processes of a worker."""
         forks = self.link.ask(lambda shared: self._may_fork(shared, worker))
         if self.link.shared is None:
             return  # lost during this call
@@ -265,9 +255,7 @@ class Launcher:
     def _own_environment(
         self, worker: LaunchedWorker, inner_rank: int, run: str, port: int | None
     ) -> dict[str, str]:
-        """Return the variables that differ between processes."""
-        # The launcher serves the store of the worker's process group, like torchrun, because a
-        # store on torch's rank 0 would listen on all interfaces.
+        # A store on torch's rank 0 would listen on all interfaces.
         values: dict[str, object] = {"MANYHANDS_WORKER": worker.number, "MANYHANDS_RUN": run}
         if port is not None:
             # Selects the GPU, so count all processes of this host.
@@ -279,7 +267,6 @@ class Launcher:
         return {name: str(value) for name, value in values.items()}
 
     def _handle_end(self, worker: LaunchedWorker, code: int) -> None:
-        """End the remaining processes of a worker, and decide about a restart."""
         self._signal(worker, signal.SIGKILL)  # other processes of the worker, and children
         self._reap(worker)
         worker.code = code
@@ -296,7 +283,6 @@ class Launcher:
             say(f"worker {number} ended ({how_it_ended(code)}) while the store does not answer.")
 
     def _decide(self, worker: LaunchedWorker, code: int, roster: Roster) -> None:
-        """Decide about the restart of a worker after reporting its end."""
         now = time.monotonic()
         how = how_it_ended(code)
         if code == 0:
@@ -328,7 +314,6 @@ class Launcher:
         say(f"worker {worker.number} ended ({how}) and is started again.")
 
     def _reap(self, worker: LaunchedWorker) -> None:
-        """Wait for the end of a worker's processes, and forward the remaining output."""
         for process in worker.processes:
             process.wait()
             self._guard.remove(process.pid)
@@ -338,7 +323,6 @@ class Launcher:
         worker.store = None
 
     def _reap_strangers(self, server: ForkServer) -> None:
-        """Reap orphaned children of workers, which a subreaper inherits."""
         own = {server.pid, self._guard.pid}
         for worker in self.workers:
             own.update(process.pid for process in worker.processes)
@@ -348,13 +332,11 @@ class Launcher:
                 os.waitpid(ended.si_pid, 0)
 
     def _signal(self, worker: LaunchedWorker, number: int) -> None:
-        """Send a signal to the worker's processes and their children."""
         for process in worker.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
 
     def _stop_all(self) -> None:
-        """Send SIGTERM to all workers, wait for the grace period, and kill remaining workers."""
         running = [worker for worker in self.workers if worker.processes]
         for worker in running:
             self._signal(worker, signal.SIGTERM)
@@ -376,7 +358,6 @@ class Launcher:
     # -- the crew ------------------------------------------------------------------------------
 
     def _kill_stopped(self) -> None:
-        """Kill workers without a heartbeat."""
         stopped = self.link.stopped()
         for worker in self.workers:
             if worker.number in stopped and worker.processes:
@@ -388,7 +369,6 @@ class Launcher:
                     process.kill()
 
     def _serve_until_others_end(self) -> None:
-        """Wait for workers and launchers of other hosts that need the store served here."""
         while self.link.serving and not self._stop_signal:
             self._handle_lost_store()
             if self.link.given_up or self.link.others_have_ended():
@@ -437,7 +417,6 @@ def _is_running(worker: LaunchedWorker) -> bool:
 
 
 def _exit_code_of(worker: LaunchedWorker) -> int | None:
-    """Return the exit code of a worker (negative: a signal); None while it runs."""
     # A worker ends when all processes are done or the first process fails.
     codes = [process.poll() for process in worker.processes]
     failed = list(filter(None, codes))

@@ -35,7 +35,7 @@ from manyhands.blocks.crew._store import (
 )
 from manyhands.errors import StoreLost
 
-STOPPED_LIMIT = 60.0  # seconds without a heartbeat after which a worker is killed
+STOPPED_LIMIT = 60.0  # seconds of silence after which a worker is killed
 EXPECTED_WAIT = 2.0  # seconds to wait for the serving launcher to publish `expected`
 PAUSE = 1.0  # seconds between two attempts; without a route, an attempt fails immediately
 ANSWER = 5.0  # seconds within which the host of the store must answer
@@ -43,8 +43,6 @@ Answer = TypeVar("Answer")
 
 
 class CrewLink:
-    """A launcher's connection to the store and view of the crew."""
-
     def __init__(
         self,
         store: str,
@@ -67,7 +65,6 @@ class CrewLink:
         self._cut_off: frozenset[str] = frozenset()  # processes present at the last loss
 
     def _connect(self, former_id: str = "") -> SharedRoster:
-        """Connect to the store, and add this launcher to the roster."""
         client = StoreClient(self.store, 1.0, self.signer)
         try:
             shared = SharedRoster(client, HeartbeatMonitor(STOPPED_LIMIT), self.processes)
@@ -83,7 +80,6 @@ class CrewLink:
         return shared
 
     def _watched(self, roster: Roster) -> list[str]:
-        """Return the watched processes: those of this launcher, or all if it serves the store."""
         if self.serving:
             found = {*roster.everyone, *roster.launchers}
         else:
@@ -93,8 +89,8 @@ class CrewLink:
     def agree_on_expected(self, expected: int | None) -> str:
         """Return the number of workers that the first round waits for.
 
-        The launcher that serves the store publishes the number. If the number is not published in
-        time, each other launcher publishes the number of its own workers.
+        The launcher that serves the store publishes the number. Otherwise, the first launcher to
+        wait in vain publishes the number of local workers.
         """
         assert self.shared is not None
         client = self.shared.client
@@ -115,7 +111,6 @@ class CrewLink:
     # -- while the store answers ---------------------------------------------------------------
 
     def ask(self, action: Callable[[SharedRoster], Answer]) -> Answer | None:
-        """Return the answer of an action; None while the store is lost. Reconnect after a loss."""
         shared = self.shared
         if shared is None:
             return None
@@ -133,8 +128,6 @@ class CrewLink:
             return None
 
     def report_end(self, number: int, left: bool) -> Roster | None:
-        """Tell the crew that a worker has ended."""
-
         def report(shared: SharedRoster) -> Roster:
             for inner_rank in range(self.processes):
                 shared.report_end(number * self.processes + inner_rank, left)
@@ -143,7 +136,6 @@ class CrewLink:
         return self.ask(report)
 
     def stopped(self) -> set[int]:
-        """Return the numbers of workers without a heartbeat, such as suspended workers."""
         roster = self.ask(SharedRoster.refresh)
         if roster is None or self.shared is None:
             return set()
@@ -159,7 +151,6 @@ class CrewLink:
         return numbers
 
     def others_have_ended(self) -> bool:
-        """Return whether all workers and launchers of other hosts have ended."""
         roster = self.ask(SharedRoster.refresh)
         if roster is None or self.shared is None:
             return False
@@ -169,7 +160,6 @@ class CrewLink:
         return ended >= {*roster.here, *roster.launchers}
 
     def leave(self) -> None:
-        """Remove this launcher from the roster and close the connection."""
         shared = self.shared
         if self._return is not None:
             self._return.closed.set()
@@ -204,8 +194,6 @@ class CrewLink:
 
 
 class ReturnToStore:
-    """Tries to connect until the store answers."""
-
     def __init__(self, store: str, connect: Callable[[], SharedRoster]) -> None:
         self.shared: SharedRoster | None = None  # set when the store answers
         self.error = f"the store at {store} does not answer."  # of the last attempt

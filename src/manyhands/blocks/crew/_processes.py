@@ -1,17 +1,13 @@
 """Forward the output of a launcher's processes, and end all processes with the launcher.
 
 OutputForwarder   forwards output line by line, prefixed with the name of the process
-write_or_drop     writes output, and ignores errors such as a full disk
-say               writes a message of the launcher
-how_it_ended      names an exit code or a signal; killed_from_outside: a signal, but no crash
 Guard             a process that kills workers if the launcher is killed
 die_with_parent   lets the system kill workers when the launcher dies (Linux)
 
 The guard process runs this file as a script, with the running process groups as arguments. From
-standard input it reads `+PID` for each process group that the launcher starts and `-PID` for each
-ended group, one per line. When the launcher dies, the pipe closes, and the guard kills the
-remaining groups. This file imports only the standard library, so that the guard starts within
-milliseconds and stays small.
+standard input it reads `+PID` for each started process group and `-PID` for each ended group. When
+the launcher dies, the pipe closes, and the guard kills the remaining groups. This file imports only
+the standard library, so that the guard starts within milliseconds and stays small.
 """
 
 from __future__ import annotations
@@ -47,20 +43,17 @@ class OutputForwarder:
         self._selector.register(pipe, selectors.EVENT_READ, (pipe, name, target))
 
     def forward(self, seconds: float) -> None:
-        """Wait up to this long for output, and forward it."""
         if not self._selector.get_map():
             time.sleep(seconds)  # without pipes, select() returns immediately
         for key, _ in self._selector.select(seconds):
             self._read(key.data[0])
 
     def finish(self, pipes: Iterable[IO[bytes]]) -> None:
-        """Forward the remaining output of an ended process, and close the pipes."""
         for pipe in pipes:
             if pipe in self._unfinished:  # else closed already
                 self._read(pipe, last=True)
 
     def _read(self, pipe: IO[bytes], last: bool = False) -> None:
-        """Read a pipe and forward complete lines; with `last`, also the incomplete line."""
         _, name, target = self._selector.get_key(pipe).data
         data = self._unfinished[pipe]
         while True:
@@ -103,17 +96,14 @@ def write_or_drop(target: TextIO | None, data: bytes) -> OSError | None:
 
 
 def say(message: str) -> OSError | None:
-    """Print a message of the launcher."""
     return write_or_drop(sys.stderr, f"manyhands run: {message}\n".encode())
 
 
 def how_it_ended(code: int) -> str:
-    """Return "exit code 1", or the name of a signal (a negative code)."""
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 def killed_from_outside(code: int) -> bool:
-    """Return whether a process was killed by a signal that does not indicate a crash."""
     return code < 0 and how_it_ended(code) not in CRASHES
 
 
@@ -125,12 +115,10 @@ class Guard:
         self._groups: set[int] = set()
 
     def add(self, group: int) -> None:
-        """Report a process group that has started."""
         self._groups.add(group)
         self._write(f"+{group}")
 
     def remove(self, group: int) -> None:
-        """Report a process group that has ended."""
         self._groups.discard(group)
         self._write(f"-{group}")
 
@@ -140,7 +128,6 @@ class Guard:
             self._start()
 
     def close(self) -> None:
-        """End the guard."""
         if self._process is not None:
             self._process.communicate()  # closes the input, which ends the guard
 
@@ -153,7 +140,6 @@ class Guard:
         return self._process is not None and self._process.poll() is None
 
     def _write(self, change: str) -> None:
-        """Send a change to the guard, or start a new guard if it was killed."""
         if self._running:
             assert self._process is not None and self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the guard was killed
@@ -174,15 +160,14 @@ class Guard:
 
 @cache
 def _lifeline() -> tuple[int, int]:
-    """Return a pipe whose second end stays open, unused, until this process dies."""
     return os.pipe()
 
 
 def die_with_parent() -> dict[str, Any]:
     """Return `Popen` options that kill the new process group when this process dies (Linux).
 
-    Linux can send a signal to a group when the other end of a pipe closes. `PR_SET_PDEATHSIG` does
-    not reach children, and cannot be combined with the pipe: a killed worker closes the pipe.
+    Linux can send a signal to a group when the other end of a pipe closes. `PR_SET_PDEATHSIG` would
+    not reach children.
     """
     if not sys.platform.startswith("linux"):
         return {}
@@ -191,7 +176,6 @@ def die_with_parent() -> dict[str, Any]:
 
 
 def tie_group_to(end: int) -> None:
-    """Let the system kill this process group when the other end of the pipe closes."""
     import fcntl  # not available on Windows
 
     with contextlib.suppress(OSError):  # unsupported: rely on the guard
@@ -204,7 +188,6 @@ def tie_group_to(end: int) -> None:
 
 
 def kill_groups_left_behind() -> None:
-    """Track process groups until the launcher dies, and kill the remaining groups."""
     groups = set(map(int, sys.argv[1:]))
     for line in sys.stdin:  # ends with the launcher
         change = groups.add if line[0] == "+" else groups.discard

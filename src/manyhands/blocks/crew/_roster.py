@@ -4,39 +4,33 @@ All workers share one roster, stored as JSON text. A *round* is an exchange betw
 generation: a sync round, which moves the anchor, or a state transfer to joiners.
 
     generation           number of the current generation: the members that share a process group
-    rounds               rounds that this generation has completed: index of the current round
+    rounds               completed rounds of this generation: index of the current round
     ended                the generation runs no more rounds; members and waiting processes form the
                          next generation
     ended_kept           whether the last round was kept or undone
     members              incarnations: "3.2" is process number 3, started for the second time
-    waiting              processes that ask to join the next generation, each with the processes
-                         that it cannot reach: members must all reach each other
+    waiting              processes that ask to join the next generation
     left, dead           members that finished; members known to have died
     done                 number of processes that have finished since the run started
     missed               members that a later generation excluded (`MissedMember`)
-    synced                a sync round was kept, so a loss costs work (a state transfer does not
-                         count)
+    synced               a sync round was kept, so a loss costs work
     all_lost             all members that took part in a sync round are lost, with their state
-    revision             number of changes that led to this roster. A replayed older text has a
-                         lower revision
+    revision             number of changes; a replayed older text has a lower revision
     incarnations         number of starts of each process
     worker_incarnations  number of starts of each worker, for workers with multiple processes
     facts                checksums of the facts that all workers share, per inner rank
     failed               members that ended with an error before the first sync round: the run ends
     refused              numbers of processes that were refused because their facts differ
-    closing              members that have taken all steps (`ClosingMember`). They run a last
-                         round if all other members finished after equal steps, and leave otherwise
-    silent               in a large crew: processes reported to be silent, each with the
-                         last heartbeat count
+    closing              members that have finished their steps (`ClosingMember`): they run a last
+                         round if all other members finished after equal steps, else they leave
+    silent               in a large crew: silent processes with their last heartbeat counts
     launchers            launchers that still need the store
     run                  name of the run, drawn by the first process
     processes            processes per worker. Inner rank p of worker n is process number
-                         n * processes + p. A worker joins with all processes of an incarnation, or
-                         not at all
+                         n * processes + p. A worker joins with all processes, or not at all
 
-Every change replaces the full text by compare-and-set. Of two concurrent changes, the first wins
-and the second is computed again. Every question (is the round kept? who joins the next
-generation?) therefore has a single answer.
+Every change replaces the text by compare-and-set. Of two concurrent changes, the first wins
+and the second is computed again, so every question has a single answer.
 
 This module works on plain values: no store, clock or process group.
 """
@@ -57,10 +51,9 @@ WATCHED = 64  # number of other processes whose heartbeats a process reads
 class Version(NamedTuple):
     """Training progress of a worker. The worker with the highest version sends state to joiners.
 
-    If no worker has state, the number of steps decides, so that joiners with no steps set no worker
-    back. A worker at the end of a warm-up ranks above workers before the last warm-up step, and
-    below workers after the round. The steps of a newcomer advance no other worker, because members
-    may run a round at the step that admitted the newcomer.
+    If no worker has state, the number of steps decides, so that new joiners set no worker back. A
+    worker at the end of a warm-up ranks above workers before the last warm-up step, and below
+    workers after the round. The steps of a newcomer advance no other worker.
     """
 
     rounds: int = -1  # sync rounds included in the state; negative: no state
@@ -77,8 +70,6 @@ NO_VERSION = Version()
 
 
 class Member(NamedTuple):
-    """An incarnation of a process."""
-
     id: str
     version: Version
     worker_incarnation: int = 0  # equal in all processes of a worker that started together
@@ -92,8 +83,7 @@ class Member(NamedTuple):
 class MissedMember(NamedTuple):
     """A member of an earlier generation that the next generation excluded.
 
-    The process may have been suspended. After waking up, it reads the decision about the last round
-    here.
+    A suspended process reads the decision about the last round here after waking up.
     """
 
     id: str
@@ -111,7 +101,6 @@ class ClosingMember(NamedTuple):
 
 
 def number_of(id: str) -> int:
-    """Return the process number in an id. A restarted process has an unchanged number."""
     return int(id.partition(".")[0])
 
 
@@ -168,7 +157,6 @@ class Roster:
 
     @property
     def gone(self) -> frozenset[str]:
-        """Members that have finished or died."""
         return frozenset((*self.left, *self.dead))
 
     @property
@@ -181,31 +169,25 @@ class Roster:
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        """Ids of all members, waiting processes and missed members."""
         return (*self.ids, *self.waiting_ids, *map(_id, self.missed))
 
     @property
     def finished(self) -> bool:
-        """Whether all members are gone and at least one finished."""
         return bool(self.left) and self.gone >= set(self.ids)
 
     def worker_of(self, id: str) -> int:
-        """Return the worker number of a process."""
         return number_of(id) // self.processes
 
     def is_replaced(self, id: str) -> bool:
-        """Return whether the process number has a newer incarnation."""
         number, _, incarnation = id.partition(".")
         return dict(self.incarnations).get(int(number), 0) > int(incarnation)
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Worker numbers of the members, in rank order."""
         return tuple(dict.fromkeys(map(self.worker_of, self.ids)))
 
     @property
     def _versions(self) -> list[Version]:
-        """Version of each worker, in rank order."""
         versions: dict[int, Version] = {}
         for member in self.members:
             worker = self.worker_of(member.id)
@@ -233,9 +215,8 @@ class Roster:
 
     def ends_with(self, generation: int, round_index: int, id: str) -> bool:
         """Return whether a settled round was the last round of the generation."""
-        # A later round may have been undone since. With multiple processes per worker, all
-        # processes must get equal answers, so the later round must not affect the answer. A worker
-        # with a single process may regroup early.
+        # All processes of a worker must get equal answers, so an undone later round must not affect
+        # the answer. A worker with a single process may regroup early.
         last: Roster | MissedMember = self
         if self.generation != generation:
             missed = self._find_missed(generation, id)
@@ -245,7 +226,6 @@ class Roster:
         return last.rounds <= round_index or (last.ended_kept and last.rounds == round_index + 1)
 
     def settled(self, generation: int, round_index: int, id: str) -> bool | None:
-        """Return whether the members kept a round; None while undecided."""
         if self.generation == generation:
             if self.rounds > round_index:
                 return True
@@ -268,16 +248,14 @@ class Roster:
 
     @property
     def here(self) -> frozenset[str]:
-        """Members and waiting processes, without finished or dead processes."""
         return self.waiting_ids.union(self.ids) - self.gone
 
     def watched_by(self, own: str) -> tuple[str, ...]:
         """Return the members and waiting processes that a process watches.
 
-        Each process watches the next processes on a ring. The order of the ring is independent of
-        hosts: if a host or half of the crew is lost, each lost process has living watchers. A
-        process also watches silent successors, to notice their return, and processes with an equal
-        number.
+        Each process watches the next processes on a ring in random order: if a host or half of the
+        crew is lost, each lost process has living watchers. A process also watches silent
+        successors, to notice their return, and processes with an equal number.
         """
         ring = sorted({*self.here, own}, key=lambda id: sha256(id.encode()).digest())
         after = ring.index(own) + 1
@@ -304,7 +282,6 @@ class Roster:
     # -- a round -------------------------------------------------------------------------------
 
     def keep(self, generation: int, round_index: int, sync_round: bool = True) -> Roster:
-        """Keep a round after all members have arrived."""
         if self._is_decided(generation, round_index):
             return self
         # The generation ends if processes wait to join or members are gone, because the process
@@ -314,7 +291,6 @@ class Roster:
         return replace(self, rounds=round_index + 1, ended=last, ended_kept=last, synced=synced)
 
     def undo(self, generation: int, round_index: int) -> Roster:
-        """Undo a round in which a member did not arrive."""
         if self._is_decided(generation, round_index):
             return self
         # A failed exchange makes the connections unusable, so the generation ends.
@@ -324,34 +300,28 @@ class Roster:
         return self.generation != generation or self.ended or self.rounds > round_index
 
     def close(self, id: str, generation: int, round_index: int, steps: int) -> Roster:
-        """Record that a member has finished after this number of steps."""
         if self.generation != generation or self.ended or id not in self.ids:
             return self
         closing = ClosingMember(id, round_index, steps)
         return replace(self, closing=(*_others(self.closing, {id}), closing))
 
     def closing_at(self, round_index: int) -> dict[str, int]:
-        """Return the steps of each member that closes at this round, by id."""
         return {m.id: m.steps for m in self.closing if m.round_index == round_index}
 
     # -- joining and leaving -------------------------------------------------------------------
 
     def count_incarnation(self, number: int) -> Roster:
-        """Count a start of the process with this number."""
         return replace(self, incarnations=_count(self.incarnations, number))
 
     def count_worker_incarnation(self, worker: int) -> Roster:
-        """Count a start of this worker with all processes."""
         return replace(self, worker_incarnations=_count(self.worker_incarnations, worker))
 
     def set_facts(self, inner_rank: int, digest: str) -> Roster:
-        """Set the run's facts of an inner rank, unless a process has set these facts earlier."""
         if inner_rank in dict(self.facts):
             return self
         return replace(self, facts=(*self.facts, (inner_rank, digest)))
 
     def refuse(self, number: int) -> Roster:
-        """Refuse the process with this number because the facts differ."""
         return replace(self, refused=tuple(sorted({*self.refused, number})))
 
     def ask_to_join(self, *asking: Member) -> Roster:
@@ -369,7 +339,6 @@ class Roster:
         )
 
     def without(self, *ids: str, left: bool = False) -> Roster:
-        """Remove processes that finished (`left`) or died."""
         gone = tuple(id for id in self.ids if id in ids and id not in self.gone)
         waiting = _others(self.waiting, ids)
         rest = replace(self, waiting=waiting, missed=_others(self.missed, ids))
@@ -385,16 +354,13 @@ class Roster:
         return rest
 
     def without_number(self, number: int, left: bool = False) -> Roster:
-        """Remove all incarnations of the process with this number."""
         ids = (id for id in self.everyone if number_of(id) == number)
         return self.without(*ids, left=left)
 
     def with_launcher(self, launcher: str) -> Roster:
-        """Add a launcher that needs the store."""
         return replace(self, launchers=(*self.launchers, launcher))
 
     def without_launcher(self, launcher: str) -> Roster:
-        """Remove a launcher after its end."""
         return replace(self, launchers=tuple(id for id in self.launchers if id != launcher))
 
     # -- the next generation -------------------------------------------------------------------
@@ -414,7 +380,6 @@ class Roster:
 
     @property
     def admissible(self) -> list[Member]:
-        """Waiting processes that can reach all members of the current generation."""
         members = set(self.ids)
         return [m for m in self.present(set()) if members.isdisjoint(m.cut_from)]
 
@@ -437,7 +402,6 @@ class Roster:
         return sorted(best, key=_number)
 
     def absent(self, silent: Set[str]) -> tuple[str, ...]:
-        """Return members of living workers that have not asked to join the next generation."""
         lost = {self.worker_of(id) for id in self.ids if id in self.gone or id in silent}
         here = self.waiting_ids
         return tuple(id for id in self.ids if id not in here and self.worker_of(id) not in lost)
@@ -451,8 +415,8 @@ class Roster:
     ) -> bool:
         """Return whether the next generation can start.
 
-        A generation needs a `quorum` of workers and waits for all living members. Without a living
-        member, it waits for `expected` workers, unless `late` is set.
+        A generation needs a `quorum` of workers and waits for all living members. If there are
+        none, it waits for `expected` workers, unless `late` is set.
         """
         here = self.present(silent)
         if not here or len(set(map(_number, here))) < len(here):
@@ -500,19 +464,16 @@ class Roster:
 
 
 def _others(entries: Iterable[Any], ids: Collection[str]) -> tuple[Any, ...]:
-    """Return the entries with other ids."""
     return tuple(entry for entry in entries if entry.id not in ids)
 
 
 def _count(counts: tuple[tuple[int, int], ...], number: int) -> tuple[tuple[int, int], ...]:
-    """Increase the count of a number."""
     known = dict(counts)
     known[number] = known.get(number, 0) + 1
     return tuple(sorted(known.items()))
 
 
 def _to_tuples(value: Any) -> Any:
-    """Convert lists, including nested lists, to tuples."""
     if isinstance(value, list):
         return tuple(map(_to_tuples, value))
     return value

@@ -1,9 +1,9 @@
 """Access to a crew's store: calls that cannot hang, signed values, heartbeats and the roster.
 
 A call to a store on a frozen or unreachable host does not return and cannot be canceled. A thread
-with a separate connection therefore makes the calls. The caller waits until the store has been
-silent for `STORE_TIMEOUT` seconds since the start of the unanswered call. Between calls, the thread
-writes this worker's heartbeat, independent of the rest of the process.
+with a separate connection therefore makes the calls, and the caller waits until the store has been
+silent for `STORE_TIMEOUT` seconds. Between calls, the thread writes this worker's heartbeat,
+independent of the rest of the process.
 
     client = StoreClient("10.0.0.1:29400", interval=1.0, signer=signer)
     client.put("name", "value")                # signed
@@ -15,17 +15,16 @@ Only a process with the run's secret can produce a signed value:
 
     value = HMAC(secret, key | text) | text    HMAC-SHA256, in hexadecimal
 
-The signature covers the key, so a value copied to a different key is invalid. A signature does not
-prove that a value is the newest: readers check counters in the text (of changes, heartbeats and
-rounds). Values without a valid signature are ignored, counted and logged.
+The signature covers the key, so a value copied to a different key is invalid. To detect older
+values, readers check counters in the text (of changes, heartbeats and rounds).
 
-Two methods of torch's store are not used. `add` fails and breaks the connection if a stranger has
-stored a text that is not a number. `wait` hangs if a stranger deletes the key.
+Two methods of torch's store are not used: `add` breaks the connection if a stranger has stored a
+text that is not a number, and `wait` hangs if a stranger deletes the key.
 
 All keys start with "manyhands/":
 
     roster            the roster (_roster.py)
-    revision          the roster's revision: cheap to read while watching for changes
+    revision          the roster's revision: cheap to read while watching for changes; not signed
     heartbeat/ID      a counter that a living process increases, with the last known revision
     asks/G            requests of members of generation G to join the next generation, one per line
     arrived/G/ID      the latest round of generation G at which this member has arrived
@@ -35,12 +34,9 @@ All keys start with "manyhands/":
     expected          number of workers for the first round
     group/G/P/...     addresses of the gloo group of inner rank P in generation G
 
-Keys of a generation are deleted after the first round of a later generation.
-
-All values are signed except the revision, which is only a hint. A stranger may overwrite or delete
-the roster, or restore an older roster. Processes that detect this write the last known roster
-again, unless a living process knows a newer revision: heartbeats contain the revision known to
-their sender. A decision that was read only by dead processes is lost, and the members decide again.
+A stranger may overwrite, delete or restore the roster. Processes that detect this write the last
+known roster again, unless the heartbeat of a living process contains a newer revision. A decision
+that was read only by dead processes is lost, and the members decide again.
 """
 
 from __future__ import annotations
@@ -104,15 +100,12 @@ log = logging.getLogger("manyhands")
 
 
 class Signer:
-    """Signs and verifies the values of a run."""
-
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
         self.ignored = 0  # number of invalid values
 
     @classmethod
     def from_environment(cls, secret: str | None = None) -> Signer:
-        """Create a signer with this secret or the secret in the environment."""
         secret = secret or os.environ.get(SECRET_VARIABLE, "")
         if not secret:
             raise ValueError(
@@ -129,7 +122,6 @@ class Signer:
         return cls(secret)
 
     def sign(self, key: str, text: str) -> str:
-        """Return the value to store under this key."""
         return self.signature(key, text.encode()) + text
 
     def verify(self, key: str, value: bytes) -> str | None:
@@ -142,7 +134,6 @@ class Signer:
         return None
 
     def verify_or_ignore(self, key: str, value: bytes) -> str | None:
-        """Return the text like `verify`; count and log an invalid value."""
         text = self.verify(key, value)
         if text is None:
             self.ignore(key, UNSIGNED)
@@ -162,7 +153,6 @@ class Signer:
 
     def signature(self, key: str, text: bytes) -> str:
         """Return the signature of a text under this key, without the text."""
-        # The length of the key makes the message unique to this pair of key and text.
         message = f"{len(key)}|{key}|".encode() + text
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
@@ -179,14 +169,13 @@ class StoreClient(MessageBox):
         self._heartbeats = 0
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None ends the thread
         self._error: Exception | None = None
-        # Start of the unanswered call; None between calls. The thread assigns a single reference,
-        # so readers need no lock. The initial wait is for the connection.
+        # Start of the unanswered call (initially the connection); None between calls. Assigning a
+        # reference needs no lock.
         self._waiting_since: float | None = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="manyhands store", daemon=True)
         self._thread.start()
 
     def call(self, name: str, *args: object) -> Any:
-        """Call the store's method of this name and return the result."""
         result: Future[Any] = Future()
         self._calls.put((result, name, args))
         while self._error is None:
@@ -202,34 +191,29 @@ class StoreClient(MessageBox):
         raise StoreLost(self.store, self._error) from self._error
 
     def put(self, key: str, text: str) -> None:
-        """Store a text, signed."""
         self.call("set", key, self.signer.sign(key, text))
 
     def append(self, key: str, text: str) -> None:
-        """Add a separately signed line to a stored text."""
         self.call("append", key, self.signer.sign(key, text) + "\n")
 
     def fetch(self, key: str) -> bytes | None:
         """Return the stored value without verifying the signature; None if there is none."""
-        # `get` would wait for a missing key. compare_set returns immediately: MISSING never matches
-        # a stored value, so compare_set writes nothing and returns the stored value or MISSING.
+        # `get` would wait for a missing key. MISSING never matches a stored value, so compare_set
+        # writes nothing and returns the stored value or MISSING.
         value: bytes = self.call("compare_set", key, MISSING, MISSING)
         if value == MISSING.encode():
             return None
         return value
 
     def text_of(self, key: str, value: bytes | None) -> str:
-        """Return the text of a stored value, or "" if the signature is invalid."""
         return "" if value is None else self.signer.verify_or_ignore(key, value) or ""
 
     def read_all(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts of multiple keys, like `read`."""
         if keys and self.call("check", list(keys)):  # all exist: a single round trip
             return list(map(self.text_of, keys, self.call("multi_get", list(keys))))
         return list(map(self.read, keys))
 
     def start_heartbeat(self, key: str) -> None:
-        """Start increasing the signed counter under this key."""
         self._heartbeats = 0
         self._heartbeat_key = key
         self.put(key, self._next_heartbeat())
@@ -239,12 +223,10 @@ class StoreClient(MessageBox):
         return f"{self._heartbeats} {self.known_revision}"
 
     def close(self) -> None:
-        """End the thread and the heartbeat."""
         self._calls.put(None)
         self._thread.join(1.0)  # a hanging call ends with the process, as the thread is a daemon
 
     def _run(self) -> None:
-        """Make the calls of all threads in order, with heartbeats in between."""
         try:
             client = connect_to_store(self.store)
             due = time.monotonic()
@@ -275,7 +257,6 @@ class StoreClient(MessageBox):
 
 
 def parse_address(store: str) -> tuple[str, int]:
-    """Return the host and port of "host:port"."""
     host, colon, port = str(store).rpartition(":")
     if not (host and colon and port.isdigit()):
         raise ValueError(f'store is "host:port", such as "10.0.0.1:29400", got {shown(store)}.')
@@ -297,7 +278,6 @@ def next_pause(pause: float, members: int) -> float:
 
 
 def connect_to_store(store: str) -> TCPStore:
-    """Connect to a store that may still be starting."""
     host, port = parse_address(store)
     timeout = timedelta(seconds=STORE_TIMEOUT)
     try:
@@ -316,9 +296,8 @@ def connect_to_store(store: str) -> TCPStore:
 def survive_cuts(end: socket.socket) -> None:
     """Let a connection survive network cuts and continue soon after a cut.
 
-    TCP doubles the pause before each retry: after a cut of 10 s, TCP may wait up to 10 s more, so
-    limit the pause to a second. TCP gives up after 15 retries, which then take 15 s, so extend the
-    timeout to twice the patience of `StoreClient`.
+    TCP doubles the pause before each retry, so limit the pause to a second. TCP gives up after 15
+    retries, which then take 15 s, so extend the timeout to twice the patience of `StoreClient`.
     """
     if sys.platform == "linux":
         options = {socket.TCP_USER_TIMEOUT: round(2000 * STORE_TIMEOUT), TCP_RTO_MAX_MS: 1000}
@@ -356,7 +335,7 @@ class StoreConnection:
     """Reusable connection to the store for creating gloo groups.
 
     New connections are expensive if name lookups are slow: torch looks up the peer's name at both
-    ends, and the store answers no other call in the meantime.
+    ends, which blocks the store.
     """
 
     def __init__(self, store: str, signer: Signer) -> None:
@@ -366,7 +345,6 @@ class StoreConnection:
         self._failures = 0  # consecutive groups that failed to connect
 
     def acquire(self) -> TCPStore:
-        """Return the connection, or a new connection if the last user has not returned it."""
         # A client cannot be shared while a call waits, as in a group that never connects.
         client = self._client
         self._client = None
@@ -376,7 +354,6 @@ class StoreConnection:
         self._client = client
 
     def forget(self) -> None:
-        """Drop the connection after the store was lost."""
         self._client = None
 
     def count_failure(self, connected: bool, error: Exception | None, number: int) -> None:
@@ -418,7 +395,6 @@ class SignedStore(Store):
             self.text(key, timeout)
 
     def text(self, key: str, timeout: timedelta | None = None) -> str:
-        """Wait until a member has written this key; return the text."""
         if key in self._known:
             return self._known[key]
         key = self._prefix + key
@@ -439,7 +415,6 @@ class SignedStore(Store):
             time.sleep(0.05)
 
     def exchange(self, rank: int, size: int) -> None:
-        """Read the addresses of all members in a single request."""
         self.set(f"member/{rank}", json.dumps(self._written))
         keys = [f"{self._prefix}member/{other}" for other in range(size)]
         self._client.wait(keys, self._timeout)
@@ -452,8 +427,6 @@ class SignedStore(Store):
 
 
 class SharedRoster:
-    """A process's view of the shared roster."""
-
     def __init__(self, client: StoreClient, monitor: HeartbeatMonitor, processes: int = 1) -> None:
         self.client = client
         self.monitor = monitor
@@ -479,12 +452,11 @@ class SharedRoster:
     # -- the roster ----------------------------------------------------------------------------
 
     def refresh(self) -> Roster:
-        """Return the current roster. Read the heartbeats if due."""
         with self._lock:
             revision = self.client.fetch(REVISION)
             now = time.monotonic()
-            # The hint is not signed and may be missing or wrong, so read the roster regularly. The
-            # interval grows with the roster, to bound the bytes per second.
+            # The unsigned hint may be wrong, so read the roster regularly. The interval grows with
+            # the roster, to bound the bytes per second.
             size = len(self.roster.everyone)
             pause = max(1, size / WATCHED) * self.monitor.interval
             if revision != self._revision:
@@ -529,8 +501,7 @@ class SharedRoster:
         """Ask to join the next generation. Members ask on behalf of each other.
 
         Each member writes a request to a list. After a random time, a member asks for all members
-        on the list. If 16 members changed the roster separately and simultaneously, the changes
-        would take 0.14 s; with the list they take 0.02 s.
+        on the list. With 16 members this takes 0.02 s instead of 0.14 s for separate changes.
         """
         before = self.roster
         if member.id not in before.ids:
@@ -547,7 +518,6 @@ class SharedRoster:
             time.sleep(ASK_PAUSE * len(before.ids))
 
     def _ask_for_all(self, key: str, member: Member) -> None:
-        """Ask for this member and all members on the list under this key."""
         listed = dict[str, Member]()
         for line in (self.client.fetch(key) or b"").splitlines():
             text = self.client.text_of(key, line)
@@ -573,7 +543,6 @@ class SharedRoster:
         self.client.known_revision = roster.revision
 
     def _accept(self, found: bytes | None) -> None:
-        """Adopt the stored roster. If invalid, repair the stored roster first."""
         until = time.monotonic() + REPAIR_TIMEOUT
         roster, wrong = self._parse(found)
         while roster is None:
@@ -593,7 +562,6 @@ class SharedRoster:
         self._remember(roster, found.decode())
 
     def _parse(self, found: bytes | None) -> tuple[Roster | None, str]:
-        """Return the stored roster, or None and the reason: deleted, forged, malformed or old."""
         if found is None:
             return None, "it was deleted"
         if found == self._text.encode():
@@ -645,7 +613,7 @@ class SharedRoster:
 
     @property
     def silent(self) -> frozenset[str]:
-        """Other processes without a heartbeat, as observed here or reported by watchers."""
+        """Other processes that send no heartbeat, as observed here or reported by watchers."""
         return self.monitor.silent.union(id for id, _ in self.roster.silent) - {self.id}
 
     def _read_heartbeats(self, ids: Iterable[str]) -> dict[str, int]:
@@ -662,19 +630,16 @@ class SharedRoster:
         return counts
 
     def report_end(self, number: int, left: bool = False) -> None:
-        """Report that the process with this number has finished (`left`) or died."""
         self.refresh()
         self.change(lambda roster: roster.without_number(number, left))
 
     # -- arriving at rounds --------------------------------------------------------------------
 
     def arrive(self, generation: int, round_index: int, id: str) -> None:
-        """Report that this member has received all data of the round."""
         # Members arrive simultaneously. A separate key per member avoids contention on the roster.
         self.client.put(f"{PREFIX}arrived/{generation}/{id}", str(round_index))
 
     def not_arrived(self, generation: int, round_index: int, ids: Sequence[str]) -> tuple[str, ...]:
-        """Return the members that have not arrived at the round."""
         keys = [f"{PREFIX}arrived/{generation}/{id}" for id in ids]
         latest = zip(ids, self.client.read_all(keys), strict=True)
         return tuple(id for id, text in latest if not text or int(text) < round_index)
