@@ -231,8 +231,6 @@ def back(fault: Fault, held: list[KeptRound]) -> float | None:
 def table(rows: Rows) -> str:
     base = next(iter(rows.values()))
     lines: dict[str, Any] = {
-        "killed, stopped": lambda r: f"{r['kill']['count']}, {r['stop']['count']}",
-        "worker-steps that count, a second": lambda r: f"{r['rate']:.1f}",
         "throughput kept, %": lambda r: f"{100 * r['rate'] / base['rate']:.1f}",
         "delay after a kill, s": lambda r: _spread(r["kill"]["delays"]),
         "delay after a stop, s": lambda r: _spread(r["stop"]["delays"]),

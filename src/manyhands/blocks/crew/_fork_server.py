@@ -222,7 +222,7 @@ class ForkServer:
             self._process = process
         self._began = time.monotonic()
         for pipe, target in zip(pipes_of(process), (sys.stdout, sys.stderr), strict=True):
-            self._output.add(pipe, "kept", target)
+            self._output.add(pipe, "fork server", target)
 
     def give_up(self, why: str) -> None:
         if self._works:
