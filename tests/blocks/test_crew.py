@@ -354,7 +354,7 @@ def test_without_a_store_a_worker_holds_rounds_alone():
 
 
 def test_what_is_missing_or_wrong_is_said(monkeypatch):
-    with pytest.raises(ValueError, match="needs a number"):
+    with pytest.raises(ValueError, match="needs a unique number"):
         Crew("127.0.0.1:9")
     with pytest.raises(ValueError, match='store is "host:port"'):
         Crew("nowhere", number=0)
