@@ -236,7 +236,6 @@ def table(rows: Rows) -> str:
         "delay after a stop, s": lambda r: _spread(r["stop"]["delays"]),
         "a killed worker counts again after, s": lambda r: _spread(r["kill"]["back"]),
         "a stopped worker counts again after, s": lambda r: _spread(r["stop"]["back"]),
-        "loss, nats a character": lambda r: f"{r['loss']:.4f}",
     }
     cells = ([what, *map(form, rows.values())] for what, form in lines.items())
     return pages.table(" | ".join(["", *rows]), cells)

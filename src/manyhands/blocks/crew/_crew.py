@@ -526,7 +526,6 @@ class Crew:
         self.regroup_due = False
 
     def _enter(self, version: Version) -> None:
-        """Join generations until the members of a generation are connected."""
         enrollment = self._joined()
         longest_wait = self._longest_wait
         shared = enrollment.shared

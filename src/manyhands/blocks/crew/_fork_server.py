@@ -299,7 +299,6 @@ def _take_over(environment: Mapping[str, str], out: int, err: int, begin: int) -
 
 
 def run_as_main(command: Sequence[str]) -> None:
-    """Run `python SCRIPT.py ...` or `python -m MODULE ...` in this process's `__main__`."""
     main = sys.modules["__main__"]
     variables = vars(main)
     for name in variables.keys() - {"__name__", "__builtins__"}:
