@@ -427,7 +427,7 @@ def test_members_that_never_connect_say_why(store, monkeypatch, caplog):
         list(threads.map(Crew.join, crews))
         assert crews[0].size == crews[1].size == 2
         list(threads.map(Crew.leave, crews))
-    said = "cannot connect to the others, and tries again: connection refused by the firewall"
+    said = "cannot connect to the other workers and retries: connection refused by the firewall"
     assert any(said in record.getMessage() for record in caplog.records)
 
 

@@ -64,7 +64,7 @@ def test_a_value_is_verified_under_its_key_and_nowhere_else(caplog):
         assert signer.verify_or_ignore("manyhands/arrived/1/0.1", b"") is None
         assert Signer(OTHER).verify_or_ignore("manyhands/arrived/1/0.1", value) is None
     assert signer.ignored == 5
-    assert "is ignored (1 so far): 'manyhands/arrived/2/0.1'" in caplog.text
+    assert "ignoring a value in the store (1 so far): 'manyhands/arrived/2/0.1'" in caplog.text
     assert SECRET not in caplog.text
 
 
