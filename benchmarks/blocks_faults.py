@@ -231,14 +231,11 @@ def back(fault: Fault, held: list[KeptRound]) -> float | None:
 def table(rows: Rows) -> str:
     base = next(iter(rows.values()))
     lines: dict[str, Any] = {
-        "killed, stopped": lambda r: f"{r['kill']['count']}, {r['stop']['count']}",
-        "worker-steps that count, a second": lambda r: f"{r['rate']:.1f}",
         "throughput kept, %": lambda r: f"{100 * r['rate'] / base['rate']:.1f}",
         "delay after a kill, s": lambda r: _spread(r["kill"]["delays"]),
         "delay after a stop, s": lambda r: _spread(r["stop"]["delays"]),
         "a killed worker counts again after, s": lambda r: _spread(r["kill"]["back"]),
         "a stopped worker counts again after, s": lambda r: _spread(r["stop"]["back"]),
-        "loss, nats a character": lambda r: f"{r['loss']:.4f}",
     }
     cells = ([what, *map(form, rows.values())] for what, form in lines.items())
     return pages.table(" | ".join(["", *rows]), cells)

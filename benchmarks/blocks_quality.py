@@ -130,7 +130,6 @@ STEPS = {
 }
 SHOWN = (  # outer step and share on the page; the file has all settings
     ("DiLoCo, default (0.7, 0.9)", 0),
-    ("DiLoCo (1, 0.5)", 10),
     ("DiLoCo (1, 0.5)", 25),
     ("LocalSGD", 25),
     ("BMUF, default", 0),

@@ -202,7 +202,6 @@ class Sync:
             self._merge()
 
     def close(self) -> None:
-        """Complete a last sync round if the other members have finished, or discard the block."""
         assert isinstance(self.members, ElasticMembers)
         self.end_block()
         self.merge_pending()

@@ -421,7 +421,6 @@ class SyncRound:
 
 
 def _check_reports(reports: Sequence[WorkerReport]) -> None:
-    """Raise on every worker unless all workers are at the same step of the same training."""
     _check_equal(
         [report.step for report in reports],
         "numbers of steps at a sync round",

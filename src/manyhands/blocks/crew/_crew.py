@@ -180,6 +180,7 @@ class Crew:
 
     @property
     def members(self) -> tuple[int, ...]:
+        """The numbers of the workers, in rank order."""
         return self._membership.members
 
     @property
@@ -188,10 +189,12 @@ class Crew:
 
     @property
     def source(self) -> int:
+        """The rank that sends state to joiners."""
         return self._membership.source
 
     @property
     def joiners(self) -> tuple[int, ...]:
+        """The ranks that need the state."""
         return self._membership.joiners
 
     @property
@@ -200,14 +203,17 @@ class Crew:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
+        """The members' gloo group; None in a crew of a single worker."""
         return None if self._transport is None else self._transport.group
 
     @property
     def run(self) -> str | None:
+        """The name of the run, drawn by the first worker; None before this worker joins."""
         return None if self._enrollment is None else self._enrollment.shared.roster.run
 
     @property
     def ignored(self) -> int:
+        """Number of values in the store that this worker ignored as invalid."""
         return 0 if self._connection is None else self._connection.signer.ignored
 
     # -- joining and leaving -------------------------------------------------------------------
@@ -306,6 +312,7 @@ class Crew:
         self._depart(left=True)
 
     def drop_out(self) -> None:
+        """Leave like a dead worker, so that no member waits for this worker."""
         self._depart()
 
     def abort(self) -> None:
@@ -519,7 +526,6 @@ class Crew:
         self.regroup_due = False
 
     def _enter(self, version: Version) -> None:
-        """Join generations until the members of a generation are connected."""
         enrollment = self._joined()
         longest_wait = self._longest_wait
         shared = enrollment.shared

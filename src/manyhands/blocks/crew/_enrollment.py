@@ -194,7 +194,6 @@ class Enrollment:
         )
 
     def check_facts(self, facts: MemberFacts) -> None:
-        """Raise JoinRefused if the facts differ. The first worker sets the facts of the run."""
         self.facts = facts
         inner_rank = self.siblings.inner.rank
         digest = facts.digest

@@ -222,7 +222,7 @@ class ForkServer:
             self._process = process
         self._began = time.monotonic()
         for pipe, target in zip(pipes_of(process), (sys.stdout, sys.stderr), strict=True):
-            self._output.add(pipe, "kept", target)
+            self._output.add(pipe, "fork server", target)
 
     def give_up(self, why: str) -> None:
         if self._works:
@@ -299,7 +299,6 @@ def _take_over(environment: Mapping[str, str], out: int, err: int, begin: int) -
 
 
 def run_as_main(command: Sequence[str]) -> None:
-    """Run `python SCRIPT.py ...` or `python -m MODULE ...` in this process's `__main__`."""
     main = sys.modules["__main__"]
     variables = vars(main)
     for name in variables.keys() - {"__name__", "__builtins__"}:

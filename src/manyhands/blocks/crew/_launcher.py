@@ -376,7 +376,6 @@ class Launcher:
             time.sleep(0.1)
 
     def _handle_lost_store(self) -> None:
-        """Report ended workers after a lost store has returned; give up after a long loss."""
         if self.link.has_returned():
             for worker in self.workers:
                 code = worker.unreported

@@ -366,7 +366,6 @@ class Roster:
     # -- the next generation -------------------------------------------------------------------
 
     def present(self, silent: Set[str]) -> list[Member]:
-        """Return the waiting processes of complete living workers, sorted by number."""
         workers: dict[tuple[int, int], list[Member]] = {}
         for member in self.waiting:
             if member.id not in silent:
@@ -429,14 +428,12 @@ class Roster:
     def begin_next(
         self, after: int, silent: Set[str], expected: int, late: bool, quorum: int
     ) -> Roster:
-        """Start the generation that follows `after`, if complete."""
         # A concurrent change may have started the generation or removed a waiting process.
         if self.generation == after and self.complete(silent, expected, late, quorum):
             return self.next(silent)
         return self
 
     def next(self, silent: Set[str]) -> Roster:
-        """Start the next generation, with ranks in the order of worker numbers."""
         members = tuple(self.together(silent))
         ids = set(map(_id, members))
         # Members of the last generation and processes with a checkpoint have state.

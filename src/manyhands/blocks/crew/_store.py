@@ -264,7 +264,6 @@ def parse_address(store: str) -> tuple[str, int]:
 
 
 def own_address(store: str) -> str:
-    """Return the address of this host's interface that reaches the store."""
     host, port = parse_address(store)
     family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -645,7 +644,6 @@ class SharedRoster:
         return tuple(id for id, text in latest if not text or int(text) < round_index)
 
     def sweep(self, generation: int) -> None:
-        """Delete the addresses of this generation and all keys of earlier generations."""
         # Members still read the arrivals of this generation.
         for key in self.client.call("list_keys"):
             kind, _, rest = key.removeprefix(PREFIX).partition("/")
