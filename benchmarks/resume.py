@@ -135,7 +135,7 @@ def skip_batches(start: Start, record: Record) -> Model:
     net, optimizer = make_model()
     model = DistributedDataParallel(net)
     ranks = dist.get_world_size()
-    sampler = DistributedSampler(Samples(), shuffle=True, seed=0)
+    sampler: DistributedSampler[Any] = DistributedSampler(Samples(), shuffle=True, seed=0)
     loader = DataLoader(Samples(), BATCH, sampler=sampler, num_workers=start.workers)
     file = start.folder / "checkpoint.pt"
     first_epoch = 0
@@ -167,7 +167,7 @@ def stateful_loader(start: Start, record: Record) -> Model:
     net, optimizer = make_model()
     model = DistributedDataParallel(net)
     rank = dist.get_rank()
-    sampler = DistributedSampler(Samples(), shuffle=True, seed=0)
+    sampler: DistributedSampler[Any] = DistributedSampler(Samples(), shuffle=True, seed=0)
     loader = StatefulDataLoader(Samples(), BATCH, sampler=sampler, num_workers=start.workers)
     first_epoch = 0
     if start.resume:

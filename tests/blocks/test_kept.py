@@ -215,7 +215,10 @@ THREAD = """
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("preload", "why"),
-    [("thread", "the fork server has 2 threads"), ("missing", "the fork server ended with exit code 1")],
+    [
+        ("thread", "the fork server has 2 threads"),
+        ("missing", "the fork server ended with exit code 1"),
+    ],
 )
 def test_where_forking_is_not_safe_workers_are_started_afresh(tmp_path, preload, why):
     (tmp_path / "thread.py").write_text(textwrap.dedent(THREAD))

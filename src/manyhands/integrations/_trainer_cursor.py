@@ -8,10 +8,10 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from manyhands.data._cursor import MapCursor
+from manyhands.data._cursor import BaseCursor, MapCursor
 
 
-def use_cursor(trainer: Trainer, cursor: MapCursor) -> None:
+def use_cursor(trainer: Trainer, cursor: BaseCursor) -> None:
     """Train a Trainer on the batches of a Cursor. Call it before `train()`.
 
     A checkpoint of the Trainer then includes the position of the cursor, and
@@ -55,7 +55,7 @@ def use_cursor(trainer: Trainer, cursor: MapCursor) -> None:
         )
     trainer.args.ignore_data_skip = True  # the Trainer must not skip batches after a resume
     loader = EpochLoader(cursor)
-    trainer.get_train_dataloader = lambda: loader  # type: ignore[method-assign, assignment]
+    trainer.get_train_dataloader = lambda: loader
     trainer.add_callback(CursorPosition(cursor))
 
 
