@@ -40,7 +40,7 @@ pytestmark = MARKS
 
 RULES = {
     "SGD": (sgd, None, mh.AdaScale),
-    "AdamW": (adamw, None, mh.AdamScale),
+    "AdamW": (adamw, None, mh.AdaScale),
     "linear": (sgd, mh.LinearScale, mh.LinearScale),
     "sqrt": (adamw, partial(mh.SqrtScale, rescale_adam=True), None),
     "legw": (sgd, lambda optimizer, **o: mh.LEGWScale(3, 64, optimizer, batch_size=8, **o), None),
@@ -167,7 +167,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_devices(before, after, tmp_
 
     run_ranks(before, train, 1, save=file)
     got = run_ranks(after, train, 2, resume=file)
-    alone = Alone(adamw, cosine, mh.AdamScale)
+    alone = Alone(adamw, cosine, mh.AdaScale)
     alone.epoch(8, before, 2)
     alone.losses = [[], []]
     alone.epoch(8, after, 2)
@@ -191,7 +191,7 @@ def test_a_run_without_a_rule_goes_on_with_one_and_without_it_again(name, tmp_pa
     run_ranks(2, train, 2, [scaling()], resume=first, save=second)
     got = run_ranks(2, train, 3, [], resume=second)
     alone = Alone(adamw).epoch(8, 2, 1)
-    alone.make_rule, alone.options = mh.AdamScale, {"num_gradients_to_accumulate": 2}
+    alone.make_rule, alone.options = mh.AdaScale, {"num_gradients_to_accumulate": 2}
     alone.ready(2).set_progress(8.0)
     alone.epoch(8, 2, 1)
     assert alone.rule.progress > 16

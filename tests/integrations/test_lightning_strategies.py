@@ -62,7 +62,7 @@ def test_training_is_that_of_the_plain_loop(name, rule):
         )
         return fit(module, trainer, batches=6 if not rule else 7)
 
-    alone = Alone(adamw, cosine, mh.AdamScale if rule else None)
+    alone = Alone(adamw, cosine, mh.AdaScale if rule else None)
     for _ in range(2):
         alone.epoch(7 if rule else 6, 2, 3, clip=0.5)
     assert_alike(run_ranks(2, train), alone, rtol=1e-4, atol=1e-5)
@@ -86,7 +86,7 @@ def test_one_device_is_the_plain_loop(tmp_path):
         train(name, 1, save=file)
         return train(name, 2, resume=file)
 
-    alone = Alone(adamw, cosine, mh.AdamScale)
+    alone = Alone(adamw, cosine, mh.AdaScale)
     alone.epoch(8, 1, 3, clip=0.5)
     alone.losses = [[], []]
     alone.epoch(8, 1, 3, clip=0.5)
@@ -113,7 +113,7 @@ def test_manual_optimization_is_the_plain_loop(name):
         trainer = trainer_of(SHARDINGS[name](), max_epochs=2, callbacks=[scaling()])
         return fit(module, trainer)
 
-    alone = Alone(adamw, None, mh.AdamScale)
+    alone = Alone(adamw, None, mh.AdaScale)
     alone.epoch(8, 2, 1, clip=0.5).epoch(8, 2, 1, clip=0.5)
     assert_alike(run_ranks(2, train), alone, rtol=1e-4, atol=1e-5)
 
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_the_plain_one(name, before, after, rule, tmp_path):
     saved = torch.load(file, weights_only=True)
     assert list(saved["state_dict"]) == [f"net.{key}" for key in net().state_dict()]
     got = run_ranks(after, train, 2, resume=file)
-    alone = Alone(adamw, cosine, mh.AdamScale if rule else None)
+    alone = Alone(adamw, cosine, mh.AdaScale if rule else None)
     alone.epoch(8, before, 1)
     alone.losses = [[], []]
     alone.epoch(8, after, 1)

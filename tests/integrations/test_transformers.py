@@ -916,7 +916,7 @@ def test_an_optimizer_that_its_loop_cannot_drive_is_an_error_before_the_first_st
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"rule": mh.AdaScale}, r"mh.DiLoCo\(mh.AdamScale\(optimizer, world_size=1, num_grad.*=3"),
+        ({"rule": mh.AdaScale}, r"mh.DiLoCo\(mh.AdaScale\(optimizer, world_size=1, num_grad.*=3"),
         ({"by_progress": True, "max_steps": 4}, "Omit fsdp= and by_progress"),
     ],
 )

@@ -3,7 +3,8 @@
 accelerate.py    Accelerate: `prepare`, `RuleState`
 lightning/       Lightning: callbacks for rules and `Ramp`, strategies for sharding and blocks
 ray.py           Ray: `CrewStore`, `SaveBeforeResize`
-transformers.py  the Hugging Face Trainer: `attach`
+transformers.py  the Hugging Face Trainer: `attach`, `use_cursor`
+_trainer_cursor.py  the Trainer's data: `use_cursor`
 _full_state.py   optimizer state under FullyShardedDataParallel, gathered and loaded
 
 Importing `manyhands` imports no integration. `_optimizers/foreign.py` imports the integration of a

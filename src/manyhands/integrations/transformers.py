@@ -96,7 +96,7 @@ def attach(
     ...     report_to=[], save_strategy="no", disable_tqdm=True,
     ... )
     >>> trainer = Trainer(model, args, train_dataset=data)
-    >>> attached = attach(trainer, mh.AdamScale)
+    >>> attached = attach(trainer, mh.AdaScale)
     >>> steps, *_ = trainer.train()
     {...}
     >>> attached.rule.scale
@@ -241,7 +241,7 @@ class Attachment(TrainerCallback):
                 return None
             if find_layer(trainer.optimizer, Blocks) is not None:
                 raise ValueError(
-                    "blocks contain the rule: mh.DiLoCo(mh.AdamScale(optimizer, world_size=1, "
+                    "blocks contain the rule: mh.DiLoCo(mh.AdaScale(optimizer, world_size=1, "
                     f"num_gradients_to_accumulate={passes}), every=...), then attach(trainer)."
                 )
             # The rule replaces methods of the prepared optimizer (`scaling/_binding.py`), and finds

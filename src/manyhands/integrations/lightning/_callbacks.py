@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.optim import SGD, Adam, Optimizer, RMSprop
+from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import StateDict
 
@@ -40,7 +40,7 @@ from manyhands.ramp._micro_batches import StepPasses
 from manyhands.scaling._binding import KEY
 from manyhands.scaling._progress import ProgressScheduler, is_by_progress
 from manyhands.scaling._rule_base import ScalingRuleBase
-from manyhands.scaling._rules import AdamScale, AdaScale
+from manyhands.scaling._rules import AdaScale
 
 MakeRule = Callable[..., ScalingRuleBase]
 
@@ -77,7 +77,7 @@ class Scaling(Callback):
 
     Args:
         rule: a rule's class, or a function of the optimizer and the options that returns a rule.
-            Default: `AdaScale` for SGD, `AdamScale` for Adam, AdamW and RMSprop.
+            Default: `AdaScale` for SGD, Adam and AdamW.
         by_progress: count `max_steps`, `max_epochs` and schedules in steps of the small batch on a
             single device. Training ends at this progress, after fewer optimizer steps (and possibly
             more epochs).
@@ -252,12 +252,10 @@ class Scaling(Callback):
 
 def _default_rule(optimizer: Optimizer) -> MakeRule:
     plain = OptimizerLayers.of(optimizer).plain
-    if isinstance(plain, Adam | RMSprop):
-        return AdamScale
-    if isinstance(plain, SGD):
+    if isinstance(plain, SGD | Adam):
         return AdaScale
     raise TypeError(
-        "Scaling() has default rules for SGD, Adam, AdamW and RMSprop, got "
+        "Scaling() has a default rule for SGD, Adam and AdamW, got "
         f"{type(plain).__name__}. Pass a rule: Scaling(mh.SqrtScale)."
     )
 
