@@ -146,7 +146,7 @@ def test_the_cpu_passes_for_accelerators_that_a_script_requires(guard, tmp_path)
     wrap = f"if {guard}:\n    model = DDP(model.cuda(), device_ids=[rank])"
     verdict = check_script(written(tmp_path, fill(wrap=wrap)))
     assert verdict.code == 0, verdict.as_text()
-    assert "the CPU passed for an accelerator" in verdict.notes[-1]
+    assert "the CPU simulated an accelerator" in verdict.notes[-1]
 
 
 def test_random_states_can_be_forked(tmp_path):
@@ -398,8 +398,8 @@ def test_a_port_of_the_scripts_own_may_be_taken(tmp_path):
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        ("os.kill(os.getpid(), 9)", "signal SIGKILL. Its last words: no more"),
-        ("os._exit(7)", "exit code 7. Its last words: no more"),
+        ("os.kill(os.getpid(), 9)", "signal SIGKILL. Last output: no more"),
+        ("os._exit(7)", "exit code 7. Last output: no more"),
     ],
 )
 def test_a_process_that_dies_leaves_its_last_words(end, reason, tmp_path):

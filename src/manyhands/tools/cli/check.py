@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 # Options that may also follow the script, unless they were given before it.
-VALUES = {"--ranks": (int, 2), "--steps": (int, 1), "--timeout": (float, 1)}  # type, minimum
+VALUES = {"--ranks": (int, 1), "--steps": (int, 1), "--timeout": (float, 1)}  # type, minimum
 ALLOW = "--allow"  # takes names, separated by commas
 FLAGS = ("--json", "--float64", "--native")
 AFTER_RESUME = ("--resume-args", "--at", "--then")  # that may follow the script after --resume
@@ -34,7 +34,8 @@ Script = Annotated[
     ),
 ]
 Ranks = Annotated[
-    int | None, typer.Option(min=2, help="Processes, as torchrun would start them. [2]")
+    int | None,
+    typer.Option(min=1, help="Processes, as under torchrun. 1 is only for --resume. [2]"),
 ]
 Steps = Annotated[int | None, typer.Option(min=1, help="Steps of each optimizer. [5]")]
 Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds for all runs together. [300]")]
@@ -107,6 +108,8 @@ def check(
         stop("check", f"{', '.join(told)}: only with --resume, before the script.")
     words, options = divide(words, before)
     name, *arguments = words or [""]
+    if not resume and options.get("--ranks") == 1:
+        stop("check", "--ranks takes a number of at least 2, got '1'. --resume accepts 1.")
     check_precision(resume, options)
     if module or not Path(name).is_file():
         where = "Options stand before the script or after it."

@@ -1,20 +1,20 @@
-"""Check whether a script that is killed after a checkpoint resumes as if it had not been.
+"""Check whether a script, killed after a checkpoint, resumes like a run without interruption.
 
-_judge.py             make the three runs, and collect the verdict
-_runs.py              fork the ranks of a run, and kill them
-_report.py            the verdict as text and as JSON
+_judge.py             make the three runs, and the verdict
+_runs.py              run the ranks until all of them stop
+_report.py            the verdict as text
 
 In each process:
-_meeting.py           let the ranks of a run stop before the same step
-_checkpoints.py       notice that a checkpoint is complete, and which files are read
+_meeting.py           stop the ranks of a run before a common step
+_checkpoints.py       detect complete checkpoints, and files that the process reads
 _history.py           record samples, learning rates, gradients and parameters of each step
-_state.py             digests of all state before a step
+_state.py             digests of the state before a step
 _averages.py          find copies of the weights in the script's variables
 _samples.py           find the samples of a pass
 
 Between runs:
-_records.py           the record that a process writes
-_case.py              the records that hypotheses about a difference look at
+_records.py           the record of a process
+_case.py              the records that hypotheses read
 _state_causes.py      hypotheses about state that was not restored
 _data_causes.py       hypotheses about samples
 _rate_causes.py       hypotheses about learning rates
