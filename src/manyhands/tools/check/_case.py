@@ -10,12 +10,10 @@ from manyhands.tools.check._report import Finding
 
 @dataclass
 class Case:
-    """The records that hypotheses read."""
-
     ranks: list[Recording]
     gradient_of: Callable[[int, int, int], Tensors]  # of a single pass, by step, rank and pass
-    one: Recording | None = None  # of one process with the ranks' batches
-    difference: Difference | None = None  # between rank 0 and the one process
+    one: Recording | None = None  # of the replay
+    difference: Difference | None = None  # between rank 0 and the replay
 
     @property
     def steps(self) -> list[SeenStep]:
@@ -26,7 +24,7 @@ class Case:
         return unequal([getattr(record.steps[number], kind) for record in self.ranks])
 
     def pair(self) -> tuple[SeenStep, SeenStep, Difference]:
-        """Return the step that differs, of rank 0 and of one process, and the difference."""
+        """Return the step of rank 0 and of the replay that differs, and the difference."""
         assert self.one is not None and self.difference is not None
         number = self.difference.step
         return self.steps[number], self.one.steps[number], self.difference

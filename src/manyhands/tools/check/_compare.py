@@ -1,8 +1,8 @@
 """Measure the distance between two runs, step by step.
 
 Distances are relative: of a gradient to the largest element, of a parameter to the movement in the
-step. The distance of a parameter omits elements whose gradient is only rounding, because Adam makes
-a full step from rounding. Examples are the bias of keys in attention and a bias before a norm.
+step. Parameters omit elements with only rounding as gradient, because Adam makes a full step from
+rounding. Examples are biases of keys in attention and biases before a norm.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Difference:
 def compare(
     ranks: Recording, one: Recording, tolerance: float
 ) -> tuple[list[float], Difference | None]:
-    """Return the largest distance of each step up to the first difference, and the difference."""
+    """Return the largest distance in each step up to the first difference, with the difference."""
     largest = list[float]()
     rounding: Tensors = {}
     previous = one.start
@@ -70,7 +70,7 @@ def largest_size(tensors: Tensors) -> float:
 def distance(x: Tensor | None, y: Tensor | None, scale: float, rounding: float = 0.0) -> float:
     """Return the size of the difference, less `rounding`, relative to a scale.
 
-    The distance is infinite if an element is finite in only one of the tensors.
+    The distance is infinite if only one tensor has a finite element.
     """
     if x is None or y is None or x.shape != y.shape:
         return float(size(x) > 0 or size(y) > 0)
@@ -80,7 +80,7 @@ def distance(x: Tensor | None, y: Tensor | None, scale: float, rounding: float =
 
 
 def gradient_distances(a: Tensors, b: Tensors) -> dict[str, float]:
-    """Return the distance of each tensor between `a` and `b`, unless one side is empty."""
+    """Return the distance of each tensor, or nothing if `a` or `b` is empty."""
     if not a or not b:
         return {}
     floor = GRADIENT_FLOOR * (largest_size(b) or TINY)
@@ -92,7 +92,7 @@ def gradient_distances(a: Tensors, b: Tensors) -> dict[str, float]:
 
 
 def mark_rounding(a: Tensors, b: Tensors, rounding: Tensors) -> None:
-    """Mark in `rounding` the elements whose gradients are rounding in both runs."""
+    """Mark in `rounding` the elements with only rounding as gradient in both runs."""
     limit = ROUNDING * largest_size(b)
     for name, y in b.items():
         x = a.get(name)
@@ -104,7 +104,7 @@ def mark_rounding(a: Tensors, b: Tensors, rounding: Tensors) -> None:
 def parameter_distances(
     a: Tensors, b: Tensors, previous: Tensors, rounding: Tensors
 ) -> dict[str, float]:
-    """Return the distance of each parameter between `a` and `b`, unless `a` is empty."""
+    """Return the distance of each parameter, or nothing if `a` is empty."""
     if not a:
         return {}
     moves = {name: b[name] - previous[name] for name in b if name in previous}
@@ -121,7 +121,7 @@ def parameter_distances(
 
 
 def unequal(tensors: list[Tensors], limit: float = 1e-6) -> list[str]:
-    """Return the names of tensors whose distance from the first rank's exceeds `limit`."""
+    """Return the names of tensors with a distance from the first rank above `limit`."""
     names: dict[str, None] = {}
     for other in tensors[1:]:
         for name, distance in gradient_distances(other, tensors[0]).items():

@@ -1,8 +1,8 @@
-"""Replay the ranks' batches in one process.
+"""Supply a replay with the ranks' batches.
 
-Each rank writes a file with the batches of each loader. The entry "" has, for each backward pass,
-the tensors of samples that outermost modules and the loss received. The entry `NOISE` has the
-random numbers that the script drew from a generator.
+Each rank writes a file with the batches of each loader. Entry "" has the inputs of outermost
+modules and the loss, for each backward pass. Entry `NOISE` has random numbers from generators of
+the script.
 """
 
 from collections import Counter
@@ -22,11 +22,11 @@ NOISE = " noise"  # no loader's name
 
 @dataclass(frozen=True)
 class FeedPlan:
-    """The assignment of the ranks' batches to batches of one process.
+    """The assignment of the ranks' batches to batches of a replay.
 
     joined: batch i of all ranks is a single batch.
-    split: batch i of rank 0, then of rank 1, and so on. The script makes a pass for each.
-    apart: the order of split, but the optimizer steps only after the last rank.
+    split: batch i of rank 0, then of rank 1, and so on. The script makes a pass for each batch.
+    apart: like split, but the optimizer steps only after the last rank.
     whole: each pass receives all samples of the step.
     """
 
@@ -38,7 +38,7 @@ class FeedPlan:
 
     @property
     def times(self) -> int:
-        """The number of this process's batches per batch of a rank."""
+        """The number of batches per batch of a rank."""
         return len(self.order) if self.how in ("split", "apart") else 1
 
     def parts(
@@ -68,8 +68,6 @@ class FeedPlan:
 
 
 class Feed:
-    """Supplies one process with the ranks' batches."""
-
     def __init__(self, plan: FeedPlan, folder: Path, ranks: Recording) -> None:
         self.plan = plan
         self.folder = folder
@@ -85,13 +83,12 @@ class Feed:
         self.sources = list[dict[str, list[Any]]]()  # the file of each rank
 
     def waits(self, step: int, passes: int) -> bool:
-        """Return whether the optimizer waits for the batch of a further rank."""
         if self.plan.how != "apart" or step >= len(self.steps):
             return False
         return passes < self.steps[step][1] * self.plan.times
 
     def length(self, key: str, own: int) -> int:
-        """Return the length of a loader on a rank. The script may derive schedules from it."""
+        """Return the length of a rank's loader. The script may derive schedules from it."""
         length = self.loaders[key].length if key in self.loaders else None
         if not length:
             return own
@@ -114,14 +111,14 @@ class Feed:
             yield self._batch(key, batch, before)
 
     def exchange(self, tensor: Tensor, number: int) -> Tensor:
-        """Return the ranks' tensor in place of a tensor of pass `number`."""
+        """Return the ranks' tensor for the next input of pass `number`."""
         if number != self.seen_pass:
             self.seen_pass = number
             self.inputs = iter(self._batch("", number, 0))
         return next(self.inputs, tensor)
 
     def noise(self, drawn: Tensor, number: int) -> Tensor:
-        """Return the ranks' random numbers in place of numbers drawn in pass `number`."""
+        """Return the ranks' random numbers for the next draw of pass `number`."""
         if number != self.noise_pass:
             self.noise_pass = number
             self.draw = 0
@@ -137,7 +134,7 @@ class Feed:
         return parts[0] if parts[0].shape == drawn.shape else drawn
 
     def _source(self, rank: int) -> dict[str, list[Any]]:
-        """Return the file of a rank. The script must have defined the classes of batches."""
+        """Return the file of a rank. Read it after the script has defined classes of batches."""
         while len(self.sources) <= rank:
             self.sources.append(read(self.folder / f"source{len(self.sources)}.pt"))
         return self.sources[rank]
@@ -151,7 +148,7 @@ class Feed:
         return join(parts)
 
     def divide(self, tensor: Tensor) -> list[Tensor]:
-        """Divide a joined batch into the ranks' parts, if every sample has rows."""
+        """Divide a joined batch into the ranks' parts."""
         total = sum(self.sizes)
         rows = len(tensor)
         if not total or rows % total:

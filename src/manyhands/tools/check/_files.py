@@ -1,8 +1,8 @@
 """Copy each file before a process changes it, and restore the files after the run.
 
-All runs must find equal files, and the user's files must not change. Before a process writes,
-removes or renames a file, the file is copied into a folder that all processes of the run share.
-Caches are not restored.
+All runs must find equal files, and files of the user must not change. Before a process writes,
+removes or renames a file, the check copies the file into a folder that all processes of the run
+share. Caches are not restored.
 
     kept/<hash of the path>/path    the path of the file
     kept/<hash of the path>/copy    the content; missing if there was no file

@@ -1,4 +1,4 @@
-"""Hypotheses about the first difference between the ranks and one process, cheapest first.
+"""Hypotheses about the first difference between the ranks and the replay, cheapest first.
 
 To add a cause, write a function that returns a finding or None, add it to `GRADIENT_CAUSES`, and
 add a script with the bug to tests/check.
@@ -48,7 +48,7 @@ def other_update(case: Case) -> Finding | None:
 
 
 def scaled(case: Case) -> Finding | None:
-    """Find missing gradients, and multiples of the gradients of one process."""
+    """Find gradients that are missing, or multiples of the replay's gradients."""
     a, b, difference = case.pair()
     gradients = getattr(a, difference.kind)
     references = getattr(b, difference.kind)
@@ -79,7 +79,7 @@ def scaled(case: Case) -> Finding | None:
 
 
 def constant_factor(case: Case, factor: float) -> Finding:
-    """Describe a factor of all gradients, with the likely reason."""
+    """Describe a common factor of all gradients, with the likely reason."""
     step = case.pair()[0]
     ranks = len(case.ranks)
     passes = max(len(step.passes), 1)
@@ -102,11 +102,11 @@ def constant_factor(case: Case, factor: float) -> Finding:
 
 
 def weights(case: Case) -> tuple[Tensor, Tensor] | None:
-    """Return the weight of each rank and pass, in the ranks' gradient and in that of one process.
+    """Return the weight of each rank and pass, in the ranks' and in the replay's gradient.
 
     In a mean over ranks and passes, all weights are 1. The weights are a least-squares solution for
-    the gradients of single passes of single ranks. Return None if the ranks' gradient is not a
-    weighted sum of these gradients. If the gradient of one process is not, the weights are NaN.
+    the gradients of single passes of single ranks. Return None if the ranks' gradient is no
+    weighted sum of these gradients. If the replay's gradient is no such sum, its weights are NaN.
     """
     a, b, difference = case.pair()
     ranks = len(case.ranks)
@@ -137,7 +137,7 @@ def weights(case: Case) -> tuple[Tensor, Tensor] | None:
 
 
 def weighted_otherwise(case: Case) -> Finding | None:
-    """Find ranks and passes whose weights differ from one process."""
+    """Find ranks and passes with different weights than in the replay."""
     a, _, difference = case.pair()
     found = weights(case)
     if found is None:

@@ -1,11 +1,11 @@
-"""Run a script on multiple ranks and as one process, compare the runs, and find a cause.
+"""Run a script on multiple ranks, replay their batches in a single process, and find a cause.
 
 1. The ranks run under the recorder. Some causes are visible in the ranks' records.
-2. One process runs with the ranks' batches, joined. If batches cannot be joined, the process
-   receives them one by one, and the optimizer waits for the last.
-3. If a step has multiple passes, one process runs with all samples of the step in each pass.
-4. If the runs differ, further runs show whether the order of batches, the learning rates or the
-   weights of ranks and passes explain the difference.
+2. A replay is a run of a single process with the ranks' batches. Batches are joined if possible.
+   Otherwise the replay receives batch after batch, and the optimizer waits for the last batch.
+3. If steps have multiple passes, a further replay has all samples of the step in each pass.
+4. After a difference, replays show whether the order of batches, the learning rates or the weights
+   of ranks and passes explain the difference.
 """
 
 import tempfile
@@ -52,10 +52,10 @@ def check_script(
     module: bool = False,
     allow: Collection[str] = (),
 ) -> Verdict:
-    """Return whether a script, or a module, trains on multiple ranks as in one process.
+    """Return whether a script or module trains on multiple ranks as in a single process.
 
-    Runs use float64, or the script's precision if `float64` is False. None selects float64, with
-    the script's precision if float64 fails. `allow` has names of accepted `EXCEPTIONS`.
+    Runs use float64, or the script's precision if `float64` is False. None selects the script's
+    precision only if float64 fails. `allow` has names of accepted `EXCEPTIONS`.
     """
     job = CheckedScript(script, tuple(arguments), steps, float64 is not False, module)
     deadline = time.monotonic() + seconds
@@ -73,7 +73,7 @@ def check_script(
 
 
 def _attempt_both(runs: Runs, fall_back: bool) -> Verdict:
-    """Judge a script. If the script requires accelerators, simulate accelerators on the CPU."""
+    """Judge a script, with simulated accelerators if necessary."""
     job = runs.job
     check = Check(runs)
     check.attempt(fall_back)
@@ -116,12 +116,11 @@ class Check:
             self.verdict.reason = str(reason)
 
     def needs_accelerators(self) -> bool:
-        """Return whether the script asks for accelerators, and could differ with accelerators."""
+        """Return whether accelerators could change the verdict."""
         unaveraged = any(found.cause == "not averaged" for found in self.verdict.findings)
         return self.runs.asked and (self.verdict.code == UNKNOWN or unaveraged)
 
     def judge(self, fall_back: bool) -> None:
-        """Judge in float64. After a failure, use the script's precision if `fall_back`."""
         self.runs.run_ranks(fall_back)
         self.case.ranks = self.runs.ranks.records
         if not self.runs.job.float64:
@@ -150,7 +149,7 @@ class Check:
             self.judge_values()
 
     def judge_blocks(self) -> None:
-        """Judge whether ranks that step alone are equal after a sync round."""
+        """Judge ranks that step alone by their equality after a sync round."""
         if self.find(BLOCK_CAUSES):
             return
         if all(self.case.unequal("params", number) for number in range(len(self.case.steps))):
@@ -160,7 +159,7 @@ class Check:
         self.verdict.notes.append("blocks: ranks step alone, and are equal after a round.")
 
     def judge_values(self) -> None:
-        """Compare gradients and parameters between the ranks and one process."""
+        """Compare the ranks with replays."""
         self.check_movement()
         one = self.runs.first_replay()
         self.verdict.code = EQUAL
@@ -205,7 +204,7 @@ class Check:
             raise NotJudged(f"all samples are equal. {advice}")
 
     def explain(self, reproducible: bool) -> None:
-        """Find the cause of a difference, which may be a loss that couples samples."""
+        """Find the cause of a difference, such as a loss that couples samples."""
         if reproducible and self.find(GRADIENT_CAUSES):
             return
         if self.judge_coupled():
@@ -218,7 +217,7 @@ class Check:
         self.differs(finding("unknown", "none of the known causes"))
 
     def judge_coupled(self) -> bool:
-        """Judge with the ranks' batches one by one, and return whether this explains all."""
+        """Judge by a replay without joined batches, and return whether this explains all."""
         plan = replace(self.runs.plan, how="apart")
         if plan == self.runs.plan:
             return False
@@ -234,13 +233,13 @@ class Check:
         return True
 
     def compare(self, one: Recording) -> bool:
-        """Compare the ranks with one process, and return whether they differ."""
+        """Return whether the ranks differ from a replay, and note the difference."""
         self.case.one = one
         self.largest, self.case.difference = compare(self.case.ranks[0], one, self.floor)
         return self.case.difference is not None
 
     def find(self, hypotheses: Sequence[Hypothesis]) -> bool:
-        """Add the finding of the first hypothesis that has one."""
+        """Add the first finding of the hypotheses, and return whether any exists."""
         for hypothesis in hypotheses:
             found = hypothesis(self.case)
             if found is not None:
@@ -249,7 +248,7 @@ class Check:
         return False
 
     def measure_rounding(self, one: Recording) -> bool:
-        """Raise the floor to the effect of the ranks' order, and return whether that is small."""
+        """Raise the floor to the effect of the ranks' order, and return whether it is small."""
         reverse = self.runs.replay(replace(self.runs.plan, order=self.runs.plan.order[::-1]))
         if reverse is not None:
             largest, difference = compare(reverse, one, CAP)
@@ -291,7 +290,7 @@ class Check:
         return "learning-rate"
 
     def check_whole_steps(self) -> None:
-        """Compare steps of multiple passes with steps in which each pass has all samples."""
+        """Compare with a replay in which each pass has all samples of the step."""
         first = self.case.ranks[0]
         passes = first.pass_ranges()[-1][1]
         if passes <= len(first.steps) or self.runs.plan.how == "apart":
@@ -321,7 +320,6 @@ class Check:
             self.verdict.findings = [found]
 
     def add_notes(self) -> None:
-        """Add notes and exceptions from the ranks' records."""
         first = self.case.ranks[0]
         notes = self.verdict.notes
         if not self.runs.job.float64:
@@ -339,7 +337,6 @@ class Check:
             notes.append(f"the script ended after {len(first.steps)} steps.")
 
     def add_steps(self) -> None:
-        """Add a line for each compared step."""
         difference = self.case.difference
         self.verdict.steps = []
         for number, distance in enumerate(self.largest):

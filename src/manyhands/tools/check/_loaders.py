@@ -1,4 +1,4 @@
-"""Record the batches of each DataLoader, or replace them by the ranks' batches."""
+"""Record or replace the batches of each DataLoader."""
 
 import random
 from collections import Counter, deque
@@ -24,7 +24,7 @@ LONGEST = 100_000  # noted indices of an epoch
 
 
 class LoaderRecorder:
-    """Records the loaders of one process."""
+    """Records the loaders of a process. In a replay, returns the ranks' batches."""
 
     def __init__(
         self,

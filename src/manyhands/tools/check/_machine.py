@@ -26,7 +26,7 @@ ACCELERATOR = torch.device("cuda")  # a script may read the type
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function in this process by `around`, whose first argument is the original."""
+    """Replace a function in this process. `around` receives the original as first argument."""
     original = getattr(owner, name)
 
     @functools.wraps(original, updated=())  # other libraries read names and signatures
@@ -200,7 +200,7 @@ def _patch_precision() -> None:
 
 
 def _patch_groups(rank: Rank) -> None:
-    """Use gloo for every group and the CPU for every mesh, and spawn no processes."""
+    """Use gloo for groups and the CPU for meshes, and spawn no processes."""
     world = rank.world
 
     def init(begin: Any, *_: Any, timeout: Any = None, **__: Any) -> None:
@@ -233,7 +233,7 @@ def _patch_groups(rank: Rank) -> None:
             )
         if nprocs not in (0, world) and world > 1:
             raise ValueError(f"the script spawns {nprocs} processes. Give --ranks {nprocs}.")
-        # In one process, also replace an argument equal to the number of processes.
+        # In a replay, also replace an argument equal to the number of processes.
         function(rank.number, *(world if type(a) is int and a == nprocs else a for a in args))
 
     for owner in (dist, dist.distributed_c10d):
@@ -245,7 +245,7 @@ def _patch_groups(rank: Rank) -> None:
 
 
 def synchronized_norm(_: Any, module: Any, x: Tensor) -> Tensor:
-    """Normalize with the statistics of all ranks, whose batches have equal sizes."""
+    """Normalize with the statistics of all ranks. Batches must have equal sizes."""
     training = module.training or module.running_mean is None
     stored = (module.weight, module.bias, module.running_mean, module.running_var)
     momentum = module.momentum or 0.1

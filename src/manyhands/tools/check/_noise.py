@@ -28,7 +28,7 @@ NORMAL = Tensor.normal_  # before it is replaced
 
 
 class FrozenNoise:
-    """Replaces random numbers in one process while they are frozen."""
+    """Replaces random numbers of this process while they are frozen."""
 
     def __init__(self, exchange: Callable[[Tensor], Tensor]) -> None:
         self.exchange = exchange  # of random numbers from a generator of the script
@@ -93,7 +93,7 @@ class FrozenNoise:
 
     @contextmanager
     def _seeded(self, *key: Any) -> Iterator[None]:
-        """Seed torch's generator temporarily from the step and a key."""
+        """Seed torch's generator temporarily, from the step and a key."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(zlib.crc32(repr((self.step, *key)).encode()))
             yield

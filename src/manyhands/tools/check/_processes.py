@@ -1,9 +1,8 @@
-"""Start the processes of a run, wait for them, and read their records.
+"""Start the processes of a run, wait for the end, and read the records.
 
-Rank 0 is forked from this process, which has imported torch. In a check, the other ranks are forked
-from new interpreters, one per rank, because ranks must differ in the seed of Python's string
-hashes. A run ends when all processes have written a record, when a process fails, or when no
-process computes any more.
+Rank 0 is forked from this process, which has imported torch. In a check, each further rank is
+forked from a separate interpreter, because ranks must differ in the seed of Python's string hashes.
+A run ends when all processes have written a record, a process fails, or no process computes.
 """
 
 import os
@@ -48,7 +47,7 @@ class Rank:
     end: int = -1  # descriptor of a pipe that the parent closes at the end of the run
 
     def set_up(self) -> None:
-        """Give this process a session, streams and the environment of torchrun."""
+        """Set the session, streams and torchrun's environment of this process."""
         os.setsid()
         self.end = os.open(self.out / "end", os.O_RDONLY)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -71,7 +70,7 @@ class Rank:
         warnings.resetwarnings()  # the parent's filters do not apply to the script
 
     def publish(self, name: str, value: object) -> None:
-        """Write a file that other processes read when it is complete."""
+        """Write a file atomically."""
         new = self.out / f"{name}.new"
         if isinstance(value, str):
             new.write_text(value)
@@ -80,12 +79,12 @@ class Rank:
         new.rename(self.out / name)
 
     def leave(self, record: object) -> NoReturn:
-        """Publish the record, and exit when no other rank needs this process."""
+        """Publish the record, and exit at the end of the run."""
         self.publish(f"record{self.number}.pt", record)
         self._exit()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Publish the reason why the script ended, and exit as in `leave`."""
+        """Publish why the script ended, and exit at the end of the run."""
         if isinstance(error, SystemExit):
             reason = f"the script ended with exit code {error.code}"
         else:
@@ -133,7 +132,7 @@ class CheckRun(Generic[Record]):
             return f"{where}, the script exceeds the time limit. Raise --timeout."
         if self.hangs:
             return f"{where}, the script hangs."
-        # A rank whose peer failed reports a lost connection, which is not the cause.
+        # After a failure, other ranks report lost connections, which are not the cause.
         causes = [rank for rank, text in self.errors.items() if "Connection" not in text]
         rank = min(causes or self.errors)
         text = self.errors[rank]
@@ -156,9 +155,9 @@ class CheckRun(Generic[Record]):
 def run(
     job: Job, world: int, out: Path, seconds: float, interpreters: Sequence[Connection] = ()
 ) -> CheckRun[Any]:
-    """Run a job on some ranks, and return their records.
+    """Run a job on `world` ranks, and return the records.
 
-    Ranks without an interpreter are forked from this process.
+    The last ranks are forked from `interpreters`, the first from this process.
     """
     os.mkfifo(out / "end")
     processes: list[int] = []
@@ -201,7 +200,7 @@ def _run_rank(job: Job, rank: Rank) -> NoReturn:
 
 
 def _wait_for(processes: list[int], out: Path, deadline: float) -> CheckRun[Any]:
-    """Wait until every process has written a record, or a process an error."""
+    """Wait for a record of every process, or for an error."""
     found = CheckRun[Any](out)
     records = [out / f"record{rank}.pt" for rank in range(len(processes))]
     worked = -1.0  # seconds of processor time at the latest sign of work
@@ -238,7 +237,7 @@ def _describe_exit(status: int) -> str:
 
 
 def _work(processes: list[int]) -> tuple[float, bool]:
-    """Return the processor time of all processes of a run, and whether a process can run now."""
+    """Return the processor time of a run, and whether a process can run now."""
     ticks = 0
     running = False
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -252,7 +251,7 @@ def _work(processes: list[int]) -> tuple[float, bool]:
 
 @contextmanager
 def new_interpreters(count: int) -> Iterator[list[Connection]]:
-    """Start interpreters that fork ranks, and yield the connections to them."""
+    """Start interpreters that fork ranks, and yield a connection to each."""
     connections = []
     processes = []
     try:
@@ -279,7 +278,7 @@ def new_interpreters(count: int) -> Iterator[list[Connection]]:
 
 
 def fork_ranks(descriptor: int) -> NoReturn:
-    """Fork a rank for each job from a connection, in an interpreter of `new_interpreters`."""
+    """Fork a rank for each job, in an interpreter of `new_interpreters`."""
     sys.path.pop(0)  # the working folder, which `python -c` adds
     import_optimizers()
     connection: Connection = Connection(descriptor)
@@ -295,12 +294,12 @@ def fork_ranks(descriptor: int) -> NoReturn:
 
 
 def import_optimizers() -> None:
-    """Make an optimizer. The first imports half of torch, which forked processes then share."""
+    """Make an optimizer. The first optimizer imports torch._dynamo, which takes a second."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
 
 def run_script(job: CheckedScript) -> None:
-    """Run a script in `__main__`. Exit code 0 ends the script like its last line."""
+    """Run a script in `__main__`. Exit code 0 is no error."""
     sys.argv = [job.script, *job.arguments]
     sys.path.insert(0, str(job.folder))
     try:

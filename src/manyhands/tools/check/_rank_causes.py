@@ -1,4 +1,4 @@
-"""Hypotheses about the ranks' records, without a run of one process, cheapest first.
+"""Hypotheses about the ranks' records, which need no replay, cheapest first.
 
 To add a cause, write a function that returns a finding or None, add it to `RANK_CAUSES`, and add a
 script with the bug to tests/check.
@@ -69,7 +69,6 @@ def unequal_gradients(case: Case) -> Finding | None:
 
 
 def clipped_early(case: Case) -> Finding | None:
-    """Find ranks that clip gradients before the average."""
     for number, step in enumerate(case.steps):
         if case.unequal("before", number) and not case.unequal("grads", number):
             return finding("clipping norm", "each rank clips before the average", step.place)
@@ -105,7 +104,7 @@ def shared_samples(case: Case) -> Finding | None:
     loaders: list[SeenLoader] = []
     for record in case.ranks:
         loaders += record.training_loaders().values()
-    # Noise in a data set changes hashes. Compare indices if all ranks use one data set.
+    # Noise in a data set changes hashes. Compare indices if all ranks use equal data sets.
     data_sets = {loader.data for loader in loaders}
     by_index = len(data_sets) == 1 and "" not in data_sets
     by_index = by_index and all(loader.indexed for loader in loaders)
@@ -144,7 +143,7 @@ def shared_samples(case: Case) -> Finding | None:
 def same_in_passes(seen: list[list[list[Any]]]) -> bool:
     """Return whether the passes of different ranks have equal samples, by rank and pass."""
     first = seen[0][0]
-    # Ranks with equal seeds diverge after some batches if only rank 0 evaluates.
+    # Ranks with equal seeds may diverge later, for example if only rank 0 evaluates.
     if len(set(first)) > 1 and all(batches[0] == first for batches in seen):
         return True
     same = 0

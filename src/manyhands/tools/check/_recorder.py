@@ -35,7 +35,7 @@ PATIENCE = 10  # multiple of the requested steps in which every optimizer must m
 
 
 class Recorder:
-    """Records one process, and calls `finish` after the last step."""
+    """Records the process, and calls `finish` after the last step."""
 
     def __init__(self, job: CheckedScript, feed: Feed | None, finish: Callable[[], None]) -> None:
         self.wanted = job.steps
@@ -159,7 +159,7 @@ class Recorder:
             self.noise.frozen = frozen
 
     def _enter(self, module: Any, args: Any, named: Any) -> tuple[Any, Any]:
-        """Note the outermost call of a module, and exchange its inputs."""
+        """Note the outermost call of a module, and exchange inputs."""
         trained = [p for p in module.parameters() if p.requires_grad]
         if not self.in_modules.issuperset(map(id, trained)):
             self._add_root(module)
@@ -181,7 +181,7 @@ class Recorder:
         return args, named
 
     def _add_root(self, module: Any) -> None:
-        """Name the tensors of an outermost module, and set the ranks' initial values."""
+        """Name the tensors of an outermost module. In a replay, set the ranks' initial values."""
         self.roots += 1
         prefix = f"model {self.roots}: " if self.roots > 1 else ""
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -288,7 +288,6 @@ class Recorder:
         return asks
 
     def note_call(self, arguments: Any, result: Any) -> None:
-        """Note an operation of the script or of a module."""
         if not self.stepping and detect_fake_mode() is None:
             self.state.note_call(arguments, result)
 
@@ -310,7 +309,7 @@ class Recorder:
                     nodes.append(following)
 
     def _note_manual_step(self) -> None:
-        """Note a step that the script made without an optimizer of torch."""
+        """Note a step without an optimizer of torch."""
         if self.optimizers or not self.unmoved:
             return
         now = self.parameters()
@@ -334,7 +333,6 @@ class Recorder:
         return {n: copy_of(p.grad) for n, p in self.trained().items() if p.grad is not None}
 
     def waiting(self) -> bool:
-        """Return whether the optimizer waits for the batch of a further rank."""
         if self.feed is None:
             return False
         return self.feed.waits(len(self.record.steps), self.record.backward_passes)
@@ -414,7 +412,6 @@ class Recorder:
             self.finish()
 
     def _name_others(self, optimizer: Any) -> None:
-        """Name the parameters outside modules."""
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if id(p) not in self.in_modules:

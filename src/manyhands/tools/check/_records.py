@@ -21,7 +21,6 @@ class SeenBatch:
     epoch: int = 0  # iterations over loaders so far, in a resume check
 
     def samples(self, by_index: bool) -> list[Any]:
-        """Return the index or the hash of each sample."""
         return self.indices if by_index else self.hashes
 
 
@@ -45,7 +44,6 @@ class SeenStep:
 
     @property
     def last_pass(self) -> str:
-        """The place of the last backward pass."""
         return self.passes[-1] if self.passes else self.place
 
 
@@ -65,7 +63,6 @@ class SeenLoader:
     data: str = ""  # describes the data set by a few samples
 
     def orders(self, by_index: bool) -> list[list[Any]]:
-        """Return the samples of each epoch, in order."""
         orders = []
         for epoch in self.epochs:
             order: list[Any] = []
@@ -81,7 +78,6 @@ class SeenLoader:
 
     @property
     def batches(self) -> int:
-        """The number of batches in all epochs."""
         return sum(map(len, self.epochs))
 
 
@@ -109,14 +105,14 @@ class Recording:
         return {key: loader for key, loader in self.loaders.items() if loader.trains}
 
     def pass_samples(self, by_index: bool) -> list[list[Any]]:
-        """Return the samples of each pass whose samples are known."""
+        """Return the samples of each pass, if known."""
         found = []
         for step in self.steps:
             found += [batch.samples(by_index) for batch in step.batches]
         return list(filter(None, found))
 
     def pass_ranges(self) -> list[tuple[int, int]]:
-        """Return the first pass of each step, and the first pass of the next step."""
+        """Return the first pass of each step and of the next step."""
         ranges = []
         first = 0
         for step in self.steps:

@@ -1,4 +1,4 @@
-"""Run a script on several ranks, and as one process with the ranks' batches."""
+"""Run a script on multiple ranks, and replay the ranks' batches in a single process."""
 
 import tempfile
 import time
@@ -28,7 +28,7 @@ class RecordedScript:
     """The work of a rank: run the script under a recorder."""
 
     script: CheckedScript
-    feed: Feed | None  # the ranks' batches, for one process
+    feed: Feed | None  # for a replay
 
     def run(self, rank: Rank) -> None:
         recorder = Recorder(self.script, self.feed, lambda: self.finish(rank, recorder))
@@ -72,7 +72,7 @@ class Runs:
         self.deadline = deadline
         self.interpreters = interpreters  # of the ranks after rank 0
         self.ranks = CheckRun[Recording](folder)
-        self.plan = FeedPlan("joined", tuple(range(world)))  # of the run that is compared
+        self.plan = FeedPlan("joined", tuple(range(world)))  # of the compared replay
 
     def run(self, job: CheckedScript, world: int, feed: Feed | None = None) -> CheckRun[Recording]:
         seconds = max(self.deadline - time.monotonic(), 1.0)
@@ -83,7 +83,7 @@ class Runs:
             put_back(out)
 
     def run_ranks(self, fall_back: bool) -> None:
-        """Run the ranks in float64. After a failure, use the script's precision if allowed."""
+        """Run the ranks in float64. If this fails, `fall_back` selects the script's precision."""
         self._run_short()
         if self.ranks.errors and fall_back:
             failed = self.ranks
@@ -97,7 +97,7 @@ class Runs:
             raise NotJudged(self.ranks.why(f"on {self.world} ranks"))
 
     def _run_short(self) -> None:
-        """Run the ranks with short epochs, and with full epochs if that run is incomplete."""
+        """Run the ranks with short epochs. If this run is incomplete, use full epochs."""
         self.ranks = self.run(self.job, self.world)
         incomplete = any(record.cut and not record.complete for record in self.ranks.records)
         if self.job.short and (incomplete or (self.ranks.folder / "cut").exists()):
@@ -111,7 +111,7 @@ class Runs:
         return asked or (self.ranks.folder / "asked").exists()
 
     def run_one(self, plan: FeedPlan | None, steps: int | None = None) -> CheckRun[Recording]:
-        """Run one process with the ranks' batches, or with the script's data if `plan` is None."""
+        """Run a replay, or a single process with the script's data if `plan` is None."""
         feed = None
         if plan is not None:
             feed = Feed(plan, self.ranks.folder, self.ranks.records[0])
@@ -123,19 +123,19 @@ class Runs:
         return made
 
     def replay(self, plan: FeedPlan) -> Recording | None:
-        """Return the record of one process with the ranks' batches, or None if the run failed."""
+        """Return the record of a replay, or None after a failure."""
         made = self.run_one(plan)
         if made.failed or not self._fits(plan, made.records[0]):
             return None
         return made.records[0]
 
     def _fits(self, plan: FeedPlan, record: Recording) -> bool:
-        """Return whether each step has as many passes as the ranks' batches make."""
+        """Return whether the passes of a replay match the ranks' passes."""
         wanted = [len(step.passes) * plan.times for step in self.ranks.records[0].steps]
         return wanted == [len(step.passes) for step in record.steps[: len(wanted)]]
 
     def first_replay(self) -> Recording:
-        """Choose the plan, and return the record of one process with the ranks' batches."""
+        """Choose the plan of replays, and return the record of the first replay."""
         sources = [True] if self._loaders_differ() else [False, True]
         plans = []
         for calls in sources:
@@ -154,7 +154,7 @@ class Runs:
         raise NotJudged(f"the ranks' batches cannot be replayed in one process: {reason}")
 
     def _loaders_differ(self) -> bool:
-        """Return whether the training batches of the ranks are not those of common loaders."""
+        """Return whether training batches depend on more than the loaders."""
         keys = self.ranks.records[0].training_loaders().keys()
         given = 0
         for record in self.ranks.records:
@@ -167,7 +167,7 @@ class Runs:
         return given > 1.5 * self.ranks.records[0].pass_ranges()[-1][1]
 
     def gradient_of(self, step: int, rank: int, number: int) -> Tensors:
-        """Return the gradient of a step that sees only one rank's batch of one pass."""
+        """Return the gradient of a single pass of a single rank."""
         made = self.run_one(replace(self.plan, only=(step, rank, number)), step + 1)
         if made.failed or len(made.records[0].steps) <= step:
             return {}

@@ -1,9 +1,8 @@
 """Record state that influences the loss, other than trained parameters and samples.
 
 A call of a module marks buffers and untrained parameters, for example of teachers, weight averages
-and queues. A tensor of an earlier step, such as a running statistic or a baseline, is marked when a
-result that requires a gradient is computed from it. A running loss that is only printed has no
-influence.
+and queues. A tensor of an earlier step, such as a running statistic, is marked when a result with a
+gradient is computed from it. A loss that is only printed has no influence.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,7 +47,7 @@ class StateWatch:
             self.fresh[id(tensor)] = frozenset()
 
     def note_module(self, module: torch.nn.Module) -> None:
-        """Mark the buffers and the untrained parameters of a module."""
+        """Mark buffers and untrained parameters of a module."""
         if id(module) in self.modules:
             return
         self.modules.add(id(module))

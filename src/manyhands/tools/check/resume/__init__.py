@@ -1,7 +1,7 @@
-"""Check whether a script, killed after a checkpoint, resumes like a run without interruption.
+"""Check whether a script, killed after a checkpoint, resumes like an uninterrupted run.
 
-_judge.py             make the three runs, and the verdict
-_runs.py              run the ranks until all of them stop
+_judge.py             make three runs and the verdict
+_runs.py              run the ranks until all ranks stop
 _report.py            the verdict as text
 
 In each process:
@@ -14,11 +14,11 @@ _samples.py           find the samples of a pass
 
 Between runs:
 _records.py           the record of a process
-_case.py              the records that hypotheses read
+_case.py              the records for hypotheses
 _state_causes.py      hypotheses about state that was not restored
 _data_causes.py       hypotheses about samples
 _rate_causes.py       hypotheses about learning rates
-_run_causes.py        hypotheses about random numbers and the number of steps
+_run_causes.py        hypotheses about random numbers and step counts
 """
 
 from manyhands.tools.check.resume._judge import ResumeRequest as ResumeRequest

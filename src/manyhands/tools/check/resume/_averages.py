@@ -41,7 +41,7 @@ def averages_of(model: list[Tensor], batches: list[Tensor]) -> Digests:
 
 
 class Search:
-    """Visits each value at most once."""
+    """Visits each value once."""
 
     def __init__(self, skipped: set[int]) -> None:
         self.skipped = skipped  # addresses of tensors

@@ -9,7 +9,7 @@ from manyhands.tools.check.resume._records import Digests, RankHistory, RankStep
 
 @dataclass
 class ResumeCase:
-    """The records that hypotheses read, by rank."""
+    """The records of the three runs, by rank."""
 
     killed: list[RankHistory]
     resumed: list[RankHistory]
@@ -30,7 +30,6 @@ class ResumeCase:
         return list(zip(self.whole[rank].steps[self.at :], self.resumed[rank].steps, strict=False))
 
     def states(self, rank: int) -> tuple[State, State]:
-        """Return the state at the checkpoint and the restored state."""
         return self.saved(rank), self.resumed[rank].states[0]
 
     def saved(self, rank: int) -> State:
@@ -50,5 +49,5 @@ ResumeHypothesis = Callable[[ResumeCase], Finding | None]
 
 
 def unequal_keys(saved: Digests, restored: Digests) -> list[str]:
-    """Return the keys in both states whose values differ."""
+    """Return the keys with different values in both states."""
     return [key for key, value in saved.items() if restored.get(key, value) != value]

@@ -95,7 +95,7 @@ def samples(case: ResumeCase) -> Finding | None:
 
 
 def variable_batch(case: ResumeCase) -> int | None:
-    """Return the first step in which the runs take different numbers of the same samples.
+    """Return the first step in which the runs differ only in the number of samples.
 
     A loop may adapt the batch to measured times. The first resumed step must have the saved size.
     """

@@ -33,7 +33,7 @@ VALUES = 3  # steps after the checkpoint with recorded values of gradients and p
 
 
 class HistoryRecorder:
-    """Records one process, with the state after the steps `states`, and tensors from a step on.
+    """Records the process, with the state after the steps `states`, and tensors from a step on.
 
     `stops` receives the recorder before each step, and returns whether all ranks stop there. Then
     the recorder calls `finish`, which does not return.
@@ -216,7 +216,6 @@ class HistoryRecorder:
                     now.grad_values[name] = copy_of(p.grad)
 
     def _name_others(self, optimizer: Optimizer) -> None:
-        """Name the parameters outside modules."""
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if id(p) not in self.known:

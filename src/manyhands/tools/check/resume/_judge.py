@@ -5,8 +5,8 @@
    restored.
 3. The script runs without interruption up to the last step of run 2.
 
-The first state of run 2 is compared with the last state of run 1, and the steps of run 2 with the
-steps of run 3. Run 2 has a different seed, which matters only if the script sets no seed.
+The first state of run 2 must equal the last state of run 1, and the steps of run 2 must equal run
+3. Run 2 has a different seed, which matters only if the script sets no seed.
 """
 
 import tempfile
@@ -39,7 +39,7 @@ ROUNDING = 1e-4  # relative difference of gradients that three or more ranks add
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """The script, and the conditions of the interruption and the resumed run."""
+    """The script, with conditions of the interrupted and the resumed run."""
 
     script: CheckedScript
     ranks: int | None = None  # None: 2, or 1 if the script makes no process group
@@ -63,8 +63,6 @@ def check_resume(request: ResumeRequest) -> ResumeVerdict:
 
 
 class ResumeCheck:
-    """Makes the runs and the verdict."""
-
     def __init__(self, request: ResumeRequest, folder: Path) -> None:
         self.request = request
         self.folder = folder
@@ -207,7 +205,6 @@ class ResumeCheck:
         return made.records
 
     def compare(self, case: ResumeCase) -> None:
-        """Compare the resumed run with the other runs, and find causes."""
         hypotheses = [*STATE_CAUSES, *RATE_CAUSES]
         unequal = self.find_unequal_runs(case)
         if unequal:
@@ -251,7 +248,6 @@ class ResumeCheck:
         return ""
 
     def describe_steps(self, case: ResumeCase) -> None:
-        """Describe the compared steps, and the first step that differs."""
         count = len(case.pairs(0))
         if not case.same_ranks:
             self.verdict.compared = f"Compared: the state after step {case.at}"

@@ -33,7 +33,7 @@ class Meeting:
         return 0 < self.slots[self.stopped] <= number
 
     def leave(self, rank: int) -> None:
-        """Release ranks that wait for a rank that has ended."""
+        """Stop waiting for this rank."""
         self.slots[rank] = NEVER
         if rank == 0:
             self.slots[self.passed] = NEVER
