@@ -16,7 +16,7 @@ WITH_READY := $(WITH)/ready
 WITH_INSTALL := $(WITH)/bin/python -m pip install --disable-pip-version-check --editable '.[integrations]' \
     --constraint constraints.txt --constraint constraints-integrations.txt
 
-.PHONY: help demo test test-integrations quick gpu coverage lint docs clean
+.PHONY: help demo test test-integrations quick gpu coverage lint docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -55,7 +55,10 @@ docs: $(READY) ## the documentation, into site/
 	@# --strict counts only the warnings that are shown, so not with --quiet
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict >.docs.log 2>&1 || { grep -v INFO .docs.log; exit 1; }
 	@rm -f .docs.log
-	@echo "The documentation is in site/index.html"
+	@echo "The documentation is in site/index.html. Search needs a server: make docs-serve"
+
+docs-serve: $(READY) ## the documentation on http://127.0.0.1:8000, with search; rebuilt after changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean: ## remove the environments and everything that was built
 	rm -rf .venv $(WITH) site build dist .coverage .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -30,7 +30,8 @@ from torch.optim import SGD, AdamW
 
 import manyhands as mh
 from manyhands._ranks.dry_run import CountingStore, DryRun
-from manyhands._ranks.groups import RollCall, connect
+from manyhands._ranks.groups import connect
+from manyhands._ranks.presence import RollCall
 from manyhands.tools.plan._costs import round_cost
 from manyhands.tools.plan._model import measure, planned_optimizers
 

@@ -24,18 +24,20 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.pages import ROOT
 from helpers.ranks import run_ranks
-from manyhands._ranks import sockets
-from manyhands._ranks.groups import GroupCloser, HeldGroup, group_closer
-from manyhands._ranks.ranks import RankGroup
-from manyhands._ranks.sockets import (
+from manyhands._ranks import groups
+from manyhands._ranks.groups import (
     TCP_CLOSE,
     TCP_ESTABLISHED,
+    GroupCloser,
+    HeldGroup,
     WatchedSocket,
     forget_sockets,
+    group_closer,
     internet_sockets,
     shut_connections,
     watched_sockets,
 )
+from manyhands._ranks.ranks import RankGroup
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc, which is Linux's"
@@ -328,7 +330,7 @@ def test_a_socket_that_gets_the_number_of_a_closed_one_is_not_shut(monkeypatch):
     """It may listen for the connections of a new group, and gloo aborts if it cannot accept."""
     with socket.create_server(("127.0.0.1", 0)) as listening, select.epoll() as epoll:
         closed = WatchedSocket(epoll.fileno(), listening.fileno(), "1", TCP_ESTABLISHED)
-        monkeypatch.setattr(sockets, "watched_sockets", lambda _: {closed})
+        monkeypatch.setattr(groups, "watched_sockets", lambda _: {closed})
         assert shut_connections([epoll.fileno()]) == {closed}
         with socket.create_connection(listening.getsockname()):
             listening.settimeout(5.0)

@@ -394,4 +394,4 @@ def test_fabric_on_two_devices_is_the_plain_loop_and_goes_on(name, tmp_path):
 
 
 def test_the_page_runs_from_top_to_bottom(tmp_path):
-    run_page(ROOT / "docs" / "trainers.md", in_folder=tmp_path)
+    run_page(ROOT / "docs" / "integrations" / "fabric.md", in_folder=tmp_path)

@@ -52,20 +52,20 @@ MESSAGES = [
     # A loader, a list, None or a model where a dataset is expected.
     (
         lambda: mh.Cursor(loader()),
-        "Give it the loader's dataset and options: Cursor(loader.dataset, ba",
+        "Pass the loader's dataset and options: Cursor(loader.dataset, ba",
     ),
     (
         lambda: mh.Cursor(loader(), 4),
-        "Give it the loader's dataset and options: Cursor(loader.dataset, ba",
+        "Pass the loader's dataset and options: Cursor(loader.dataset, ba",
     ),
-    (lambda: mh.Cursor(DATA), "Cursor needs batch_size: the samples of a step, see `keep`."),
+    (lambda: mh.Cursor(DATA), "Cursor needs batch_size: the number of samples per step, see `k"),
     (lambda: mh.Cursor(None, 4), "dataset must be a dataset with a length, got None."),
     (lambda: adaptdl.AdaptiveDataLoader(loader(), 4), "AdaptiveDataLoader(loader.dataset, batch_s"),
     (lambda: adaptdl.AdaptiveDataLoader(None, 4), "a dataset with a length, got None."),
-    (lambda: mh.largest_micro_batch(model(), None, loader(), 4), "one batch of the loader, with"),
+    (lambda: mh.largest_micro_batch(model(), None, loader(), 4), "a batch of the loader, with"),
     # Anything else where an optimizer is expected.
     (lambda: mh.Cursor(DATA, 4, optimizer=model()), NO_OPTIMIZER),
-    (lambda: mh.Cursor(DATA, 4, optimizer=[sgd()]), "got list. Of several, give the last one"),
+    (lambda: mh.Cursor(DATA, 4, optimizer=[sgd()]), "got list. From a list, pass the last one"),
     (lambda: mh.Cursor(DATA, 4, optimizer=scheduler()), f"{NO_OPTIMIZER} StepLR."),
     (lambda: mh.StepTiming(model()), NO_OPTIMIZER),
     (lambda: mh.StepTiming(None), f"{NO_OPTIMIZER} None."),
@@ -74,23 +74,26 @@ MESSAGES = [
     (lambda: mh.ShardedDataParallel(model(), model()), NO_OPTIMIZER),
     (lambda: mh.start(process_group=False).save(optimizer=3), f"{NO_OPTIMIZER} 3."),
     (lambda: mh.start(process_group=False).load(optimizer=model()), NO_OPTIMIZER),
-    (lambda: mh.ProgressScheduler(scheduler()), "optimizer: the scaling rule whose progress count"),
-    (lambda: mh.ProgressScheduler(scheduler(), sgd()), "not SGD. Write ProgressScheduler(schedule"),
+    (lambda: mh.ProgressScheduler(scheduler()), "optimizer: the scaling rule that provides the p"),
+    (lambda: mh.ProgressScheduler(scheduler(), sgd()), "got SGD. Write ProgressScheduler(schedule"),
     (lambda: mh.ProgressScheduler(None, rule()), "scheduler must be a torch scheduler, got None"),
     (lambda: mh.shard(sgd(), model()), "takes the model, and then the optimizer; got SGD"),
     (lambda: mh.Ramp(rule()), "Ramp needs max_scale: the largest batch (all workers, all passes)"),
-    (lambda: mh.LEGWScale(sgd()), "LEGWScale needs data_size: samples in an epoch."),
-    (lambda: mh.NoiseScale(model()), "Give the optimizer, or model.parameters()."),
+    (lambda: mh.LEGWScale(sgd()), "LEGWScale needs data_size: samples per epoch."),
+    (lambda: mh.NoiseScale(model()), "Pass the optimizer or model.parameters()."),
     (lambda: mh.NoiseScale([sgd()]), "each parameter must be a tensor, got SGD."),
     (lambda: mh.NoiseScale(None), "each parameter must be a tensor, got None."),
     # Anything else where parameters, a class or a model are expected.
     (lambda: mh.OSS(model(), SGD), "got Linear. Write OSS(model.parameters(), optim=..., lr=...)"),
-    (lambda: mh.OSS(None, SGD), "params must be parameters or groups of them, got NoneType."),
+    (lambda: mh.OSS(None, SGD), "params must be parameters or parameter groups, got NoneType."),
     (
         lambda: mh.WholeTensorOptimizer(model(), SGD),
         "Write WholeTensorOptimizer(model.parameters()",
     ),
-    (lambda: mh.WholeTensorOptimizer(model().parameters(), sgd()), "is made already"),
+    (
+        lambda: mh.WholeTensorOptimizer(model().parameters(), sgd()),
+        "optim is an optimizer instance",
+    ),
     (lambda: mh.ShardedDataParallel([model()], oss()), "module must be a torch.nn.Module, got ["),
     (lambda: mh.ShardedDataParallel(None, oss()), "module must be a torch.nn.Module, got None."),
     (lambda: adaptdl.AdaptiveDataParallel(sgd(), model()), "model must be a torch.nn.Module, got"),
@@ -99,7 +102,10 @@ MESSAGES = [
         "model must be a torch.nn.Module, got SGD.",
     ),
     (lambda: mh.FSDP(sgd()), "module must be a torch.nn.Module, got SGD."),
-    (lambda: mh.plan(SGD, model()), "must be a torch.nn.Module, or a function of one, got <class"),
+    (
+        lambda: mh.plan(SGD, model()),
+        "must be a torch.nn.Module, or a function that returns one, got <class",
+    ),
     (lambda: mh.plan(model(), sgd), "optimizer must be a name, a class or an optimizer, got funct"),
     (lambda: mh.load_weights(sgd(), {}), "model must be a torch.nn.Module, got SGD."),
     (lambda: mh.save("run", scheduler=model()), "scheduler must be a scheduler, got Linear."),
@@ -163,7 +169,7 @@ def test_an_argument_of_a_subclass_is_explained_as_that_of_its_base():
     class Mine(mh.ProgressScheduler):
         """A schedule of mine."""
 
-    with pytest.raises(TypeError, match=r"^Mine needs optimizer: the scaling rule whose progress"):
+    with pytest.raises(TypeError, match=r"^Mine needs optimizer: the scaling rule that provides"):
         Mine(scheduler())
 
 
@@ -210,14 +216,14 @@ def test_a_model_without_memory_is_told_how_to_get_it(level, ranks):
 def test_sharded_data_parallel_of_a_model_without_memory():
     module = nn.Linear(2, 1, device="meta")
     optimizer = mh.OSS(module.parameters(), SGD, lr=0.1)
-    with pytest.raises(RuntimeError, match="without memory"):
+    with pytest.raises(RuntimeError, match="has no memory"):
         mh.ShardedDataParallel(module, optimizer)
 
 
 def test_a_model_that_gets_memory_after_the_error_trains():
     def train():
         sharded, optimizer = on_meta(3)
-        with pytest.raises(RuntimeError, match="without memory"):
+        with pytest.raises(RuntimeError, match="has no memory"):
             sharded(torch.ones(1, 2))
         mh.load_weights(sharded, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).state_dict())
         sharded(torch.ones(1, 2)).sum().backward()

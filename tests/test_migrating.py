@@ -1,4 +1,4 @@
-"""docs/migrating-names.md walked name by name, and the corrections of docs/migrating.md.
+"""The tables of names and the corrections of docs/migrating.md, compared with the libraries.
 
 The originals' half needs fairscale and adaptdl (benchmarks/peers.py makes an environment with
 both) and is skipped without them.
@@ -32,13 +32,13 @@ from manyhands import fairscale
 
 PAGE = ROOT / "docs" / "migrating.md"
 LOOPS = ROOT / "tests" / "helpers" / "documented_loops.md"  # those that the page leaves out
-NAMES_PAGE = ROOT / "docs" / "migrating-names.md"
+NAMES = PAGE.read_text(encoding="utf-8").partition("\n## Name by name\n")[2]
 ORIGINALS = ("fairscale", "adaptdl", "fairseq")
 
 
 def table_rows():
     """(originals' names, our names) of each row of the tables of names."""
-    for line in NAMES_PAGE.read_text(encoding="utf-8").splitlines():
+    for line in NAMES.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if line.startswith("|") and cells[0].startswith(tuple(f"`{name}." for name in ORIGINALS)):
             theirs, ours = (re.findall(r"`([^`]+)`", cell) for cell in cells[:2])

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import manyhands as mh
-from helpers.blocks_oracle import REFERENCE, assert_fairseqs_values
+from helpers.blocks_oracle import assert_fairseqs_values
 from helpers.bmuf import fairseq_bmuf
 from helpers.fairseq_bmuf import Amp, Half, WrittenOut
 from helpers.pages import blocks
@@ -55,7 +55,6 @@ def maker(side):
     return WrittenOut if side == "original" else fairseq_bmuf
 
 
-@pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is missing: fairseq's values")
 def test_the_written_out_original_gives_the_values_that_fairseq_gave():
     assert_fairseqs_values(WrittenOut)
 

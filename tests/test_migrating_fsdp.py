@@ -358,7 +358,7 @@ def own_tests():
     yield "`flat_param_0`", list(linear.state_dict()) == ["weight", "bias"]
     yield "`process_group_reduce_scatter`", linear.process_group_reduce_scatter is None
     yield "pickle a wrap", "Save its state_dict()" in said(lambda: pickle.dumps(linear))
-    yield "wrap a wrapped model again", "Use the first one" in said(lambda: mh.FSDP(inner))
+    yield "wrap a wrapped model again", "Use the first wrap" in said(lambda: mh.FSDP(inner))
     few = fairscale.DummyProcessGroup(0, 2)
     refused = said(lambda: mh.FSDP(nn.Linear(4, 3), process_group=few))
     yield "`DummyProcessGroup` of several ranks", "new_group" in refused
@@ -393,7 +393,7 @@ def own_tests():
 
     described = [{"param_metadata": [{"fsdp_path": "", "params": {}}], "buffer_names": []}]
     refused = said(lambda: mh.FSDP.consolidate_shard_weights([{}], described))
-    yield "slices saved by fairscale", "these slices are fairscale's" in refused
+    yield "slices saved by fairscale", "these slices are from fairscale" in refused
 
 
 def said(action):

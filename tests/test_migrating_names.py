@@ -1,4 +1,4 @@
-"""docs/migrating-names.md leaves out no public name of the originals, and says nothing else.
+"""The tables of names in docs/migrating.md list every public name of the originals that differs.
 
 The names are those in originals.json, so that this runs anywhere; where an original is installed,
 its sources are read again and compared with them.
@@ -25,7 +25,7 @@ from manyhands.scaling import ScalingRuleBase
 
 from test_migrating import (  # isort: skip
     ALL_OF_THEIRS,
-    NAMES_PAGE,
+    NAMES,
     ROWS,
     arguments_of,
     split,
@@ -216,7 +216,7 @@ def test_what_the_page_says_is_nowhere_here_is_not():
 
 
 def test_the_page_says_where_there_is_nothing_in_one_of_two_ways():
-    for line in NAMES_PAGE.read_text(encoding="utf-8").splitlines():
+    for line in NAMES.splitlines():
         if re.match(r"\|`(fairscale|adaptdl|fairseq)\.", line):
             ours = line.split("|")[2]
             assert ours in NOWHERE or "`manyhands." in ours, line

@@ -17,7 +17,7 @@ import manyhands as mh
 from helpers.programs import run_programs
 from helpers.ranks import run_ranks
 from manyhands._ranks import presence
-from manyhands._ranks.groups import RollCall
+from manyhands._ranks.presence import RollCall
 from manyhands._ranks.standstill import Standstill
 from manyhands.checkpoint import _reader, _writing
 

@@ -201,7 +201,7 @@ def test_a_container_that_cannot_be_looked_into_is_an_error_where_its_tensors_ne
             {"x": torch.ones(2, 4)}
         )
 
-    raises_on_ranks(2, TypeError, run, match="'first' would not be seen.*register_pytree_node")
+    raises_on_ranks(2, TypeError, run, match="hides its tensor 'first'.*register_pytree_node")
 
 
 # -- transformers itself -----------------------------------------------------------------------

@@ -232,7 +232,11 @@ def quality_page() -> Figures:
         cell.samples / base.samples
         for cell, base in zip(read, (base_of("mnist-sgd"), text), strict=True)
     ]
-    yield figure("README.md", "at 32 times the batch it read {} times as many", f"{times[0]:.1f}")
+    yield figure(
+        "README.md",
+        "AdaScale takes fewer steps but reads more samples: {} times as many at 32 times the batch",
+        f"{times[0]:.1f}",
+    )
     yield figure(
         page,
         "at S = 32 it reads {} times (MNIST) and {} times (Shakespeare) as many samples as scale 1",
@@ -247,11 +251,6 @@ def cost() -> Figures:
         return float(one(workloads[workload], variant=f"manyhands {variant}")["cpu"]["value"])
 
     mlp = "MLP of 10.5 M, batch 7"
-    yield figure(
-        "README.md",
-        "A step takes [{} to {}](docs/benchmarks/cost.md) of its CPU time",
-        *between(cpu(workload, "AdaScale") for workload in workloads),
-    )
     for rule in ("AdaScale", "AdamScale"):
         assert cpu(mlp, rule) < cpu(mlp, f"{rule}, measure_every=1")
     yield figure(
@@ -406,17 +405,12 @@ def time_to_loss() -> Figures:
         over.append(ours / min(seconds.values()))
         fixed.append(seconds["DDP + AdaScale, 1 pass"] / seconds["DDP"])
     assert (len(over), {row["seed"] for row in rows}) == (6, {0, 1, 2})
-    yield figure(
-        "README.md",
-        "[time to a loss](docs/benchmarks/time_to_loss.md): {} to {} of the best of three",
-        *between(over),
-    )
-    yield figure(
-        "README.md",
-        "[time to a loss](docs/benchmarks/time_to_loss.md): {} to {} of the old loop's (one MLP, 2 "
-        "and 4 ranks, three networks)",
-        *between(fixed),
-    )
+    page = "docs/benchmarks/time_to_loss.md"
+    sentence = f"[{{}} to {{}}]({page}) (one MLP, 2 and 4 ranks, three networks)"
+    yield figure("README.md", sentence, *between(fixed))
+    yield figure("README.md", f"[{{}} to {{}}]({page}) (three fixed batches)", *between(over))
+    yield figure("README.md", "{} × DDP's time ¹", between(fixed)[1])
+    yield figure("README.md", "{} × the best fixed batch's time ²", between(over)[1])
     yield figure(
         "docs/ramp.md",
         "took [{} to {} of the time](benchmarks/time_to_loss.md) of the best of three fixed "
@@ -459,10 +453,12 @@ def sharding_speed() -> Figures:
     )
     yield figure(
         "README.md",
-        "{} to {} times DDP's tokens per second with `AdamW(fused=True)`, {} to {} with the "
-        "default",
+        "[{} to {}](docs/benchmarks/sharding-speed.md) with `AdamW(fused=True)`, {} to {} with the "
+        "default (100 M parameters, 2 and 4 ranks)",
         *(*between(over["fused"]), *between(over["default"])),
     )
+    assert min(over["fused"]) < min(over["default"])
+    yield figure("README.md", "{} × DDP's tokens/s ³", between(over["fused"])[0])
 
 
 def compiled() -> Figures:
@@ -501,11 +497,9 @@ def fsdp_speed() -> Figures:
                 )
     assert (len(rivals), len(peers)) == (6, 10)  # fairscale's did not fit with 100 M on 4 ranks
     assert between(both) == between(rivals)
-    yield figure(
-        "README.md",
-        "{} to {} times the tokens per second of torch's `fully_shard`",
-        *between(rivals),
-    )
+    sentence = "[{} to {}](docs/benchmarks/fsdp-speed.md) (10 to 100 M parameters, 2 and 4 ranks)"
+    yield figure("README.md", sentence, *between(rivals))
+    yield figure("README.md", "{} × `fully_shard`'s tokens/s ⁴", between(rivals)[0])
     yield figure(
         "docs/fsdp.md",
         "it trains {} to {} times as many tokens per second as the same `fully_shard`, and {} to "
@@ -589,6 +583,9 @@ def checkpoints() -> Figures:
         return ratios
 
     page, full, saved = "docs/benchmarks/checkpoints.md", "torch, full state dict", "manyhands"
+    slower = over(full, saved, "save")
+    yield figure("README.md", f"[{{}} and {{}}]({page}) (100 M parameters, 2 and 4 ranks)", *slower)
+    yield figure("README.md", "{} × full state dict's speed ⁷", min(slower))
     yield figure(
         page,
         "The A/A row takes {} and {} (save) and {} and {} (load) times as long",
@@ -732,11 +729,12 @@ def little_warmup(rows: list[Row], excess: Callable[[str, str], float]) -> Figur
     )
     yield figure(
         "README.md",
-        "{} % more than synchronous training on Shakespeare and {} % less on MNIST (at a low "
-        "rate), sending {} times less (8-bit integers every 32 steps, after a warm-up of 5 %; 4 "
-        "workers, AdamW, three seeds)",
-        *(f"{text:.1f}", f"{-digits:.1f}", numbers[1]),
+        '`codec="int8"`, `every=32`, a warm-up of 5 %. [Loss](docs/benchmarks/blocks-quality.md) '
+        "against synchronous training: {} % more on Shakespeare, {} % less on MNIST at a low rate "
+        "(4 workers, AdamW, three seeds)",
+        *(f"{text:.1f}", f"{-digits:.1f}"),
     )
+    yield figure("README.md", "{} × fewer bytes ⁵", numbers[1])
 
 
 def short_runs() -> Figures:
@@ -837,14 +835,8 @@ def blocks_sync() -> Figures:
 
 def blocks_slow_link() -> Figures:
     result = stored("blocks-slow-link.json")
-    rows, millions = result["rows"], result["elements"] / 1e6
-    ours, ddp = rows["manyhands DiLoCo, int8, overlap=8"]["ms"], rows["DDP"]["ms"]
-    yield figure(
-        "README.md",
-        "{} s per step with DiLoCo, {} s with DDP (8-bit integers every 16 steps, `overlap=8`; {} "
-        "M parameters, simulated 50 Mbit/s, 0.3 s of sleep as computation)",
-        *(f"{ours / 1e3:.2f}", f"{ddp / 1e3:.1f}", f"{millions:.1f}"),
-    )
+    rows = result["rows"]
+    ours = rows["manyhands DiLoCo, int8, overlap=8"]["ms"]
     page, link = "docs/benchmarks/blocks-slow-link.md", result["link"]
     alone = rows["no communication"]["ms"]
     assert ours == min(row["ms"] for name, row in rows.items() if "overlap" in name)
@@ -868,9 +860,7 @@ def blocks_faults() -> Figures:
     kept = f"{100 * row['rate'] / rows['no faults']['rate']:.0f}"
     minutes = row["seconds"] / 60
     assert round(minutes) == 5
-    yield figure(
-        "README.md", "{} % of the throughput with a worker killed or stopped every 30 s", kept
-    )
+    yield figure("README.md", "{} % throughput ⁶", kept)
     assert row["missing"] == 0
     hit = [rows["every 30 s"], rows["every 15 s"]]
     kill, stop = (max(t for row in hit for t in row[how]["delays"]) for how in ("kill", "stop"))

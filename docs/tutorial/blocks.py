@@ -1,12 +1,10 @@
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import manyhands as mh
 
-dist.init_process_group("gloo")  # with GPUs: docs/gpus.md
-rank = dist.get_rank()
+rank = mh.start().rank
 torch.manual_seed(0)
 hidden = torch.randn(4, 1)
 
@@ -27,7 +25,7 @@ model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.8)
 optimizer = mh.DiLoCo(optimizer, every=20, momentum=0.7)
 
-generator = torch.Generator().manual_seed(1 + rank)  # each rank draws other samples
+generator = torch.Generator().manual_seed(1 + rank)  # different samples on each rank
 steps = 0
 while steps < 120:
     x, y = draw(16, generator)
@@ -40,4 +38,3 @@ optimizer.synchronize()
 loss = test_loss()
 if rank == 0:
     print(f"{steps} steps, {optimizer.rounds} sync rounds: loss {loss:.3f}")
-dist.destroy_process_group()

@@ -1,12 +1,10 @@
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import manyhands as mh
 
-dist.init_process_group("gloo")  # with GPUs: docs/gpus.md
-rank = dist.get_rank()
+rank = mh.start().rank
 torch.manual_seed(0)
 hidden = torch.randn(4, 1)
 
@@ -48,4 +46,3 @@ mh.save("run", model=model, optimizer=optimizer, step=steps)
 loss = test_loss()
 if rank == 0:
     print(f"{steps} steps, {optimizer.rounds} sync rounds: loss {loss:.3f}")
-dist.destroy_process_group()

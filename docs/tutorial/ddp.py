@@ -1,13 +1,11 @@
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 
-dist.init_process_group("gloo")  # with GPUs: docs/gpus.md
-rank = dist.get_rank()
+rank = mh.start().rank
 torch.manual_seed(0)
 hidden = torch.randn(4, 1)
 
@@ -29,7 +27,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.8)
 model = DistributedDataParallel(model)
 optimizer = mh.AdaScale(optimizer)
 
-generator = torch.Generator().manual_seed(1 + rank)  # each rank draws other samples
+generator = torch.Generator().manual_seed(1 + rank)  # different samples on each rank
 steps = 0
 while optimizer.progress < 240:
     x, y = draw(16, generator)
@@ -41,4 +39,3 @@ while optimizer.progress < 240:
 loss = test_loss()
 if rank == 0:
     print(f"{steps} steps of 32 samples: gain {optimizer.progress / steps:.2f}, loss {loss:.3f}")
-dist.destroy_process_group()

@@ -1,13 +1,11 @@
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 
-dist.init_process_group("gloo")  # with GPUs: docs/gpus.md
-rank = dist.get_rank()
+rank = mh.start().rank
 torch.manual_seed(0)
 hidden = torch.randn(4, 1)
 
@@ -30,7 +28,7 @@ model = DistributedDataParallel(model)
 optimizer = mh.AdaScale(optimizer)
 ramp = mh.Ramp(optimizer, max_scale=16, goal="samples", efficiency=0.5, model=model)
 
-generator = torch.Generator().manual_seed(1 + rank)  # each rank draws other samples
+generator = torch.Generator().manual_seed(1 + rank)  # different samples on each rank
 
 def batches():
     while True:
@@ -51,4 +49,3 @@ for micro_batches in ramp.over(batches()):
 loss = test_loss()
 if rank == 0:
     print(f"{steps} steps, {samples} samples: loss {loss:.3f}")
-dist.destroy_process_group()

@@ -1,12 +1,10 @@
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import manyhands as mh
 
-dist.init_process_group("gloo")  # with GPUs: docs/gpus.md
-rank = dist.get_rank()
+rank = mh.start().rank
 torch.manual_seed(0)
 hidden = torch.randn(4, 1)
 
@@ -24,11 +22,11 @@ def test_loss():
 
 
 model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
-shards = mh.OSS(model.parameters(), optim=torch.optim.SGD, lr=0.02, momentum=0.8)
-model = mh.ShardedDataParallel(model, shards)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.8)
+model, shards = mh.shard(model, optimizer, level=2)
 optimizer = mh.AdaScale(shards)
 
-generator = torch.Generator().manual_seed(1 + rank)  # each rank draws other samples
+generator = torch.Generator().manual_seed(1 + rank)  # different samples on each rank
 steps = 0
 while optimizer.progress < 240:
     x, y = draw(16, generator)
@@ -43,4 +41,3 @@ if rank == 0:
     held = sum(state["momentum_buffer"].numel() for state in shards.optim.state.values())
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters} parameters, {held} momenta on this rank")
-dist.destroy_process_group()

@@ -1,15 +1,15 @@
-"""manyhands: train with more workers by changing a few lines.
+"""manyhands: scale an existing PyTorch training loop to more workers.
 
-`__all__` below are the names that training scripts use; `help(manyhands.AdaScale)` explains each.
-Import other modules by name:
+`__all__` lists the names for training scripts; `help(manyhands.AdaScale)` documents each. Other
+modules are imported by name:
 
 - `manyhands.fairscale`, `manyhands.adaptdl`, `manyhands.fairseq`: the names of these libraries, for
-  scripts that were written for them.
-- `manyhands.scaling`, `manyhands.blocks`, `manyhands.tools.record`: what a rule, an outer step or a
-  reader of records of your own needs.
-- `manyhands.data`: the classes of which `Cursor` makes one.
-- `manyhands.integrations`: for Accelerate, Lightning, transformers and Ray.
-- `manyhands.errors`: the errors that a correct script can meet.
+  scripts written for them.
+- `manyhands.scaling`, `manyhands.blocks`, `manyhands.tools.record`: base classes for custom scaling
+  rules and outer steps, and readers of records.
+- `manyhands.data`: the classes behind `Cursor`.
+- `manyhands.integrations`: adapters for Accelerate, Lightning, transformers and Ray.
+- `manyhands.errors`: exceptions that a correct script may need to catch.
 """
 
 import importlib
@@ -63,7 +63,7 @@ __all__ = [
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name):
-        """Import all names with the first that is used: `manyhands --help` runs without torch."""
+        """Import all public names at the first use: `manyhands --help` then runs without torch."""
         if name[0] != "_":
             names = importlib.import_module("manyhands._names")
             for each in __all__:

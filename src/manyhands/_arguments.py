@@ -1,14 +1,14 @@
-"""Check the arguments that users pass: numbers, flags and words.
+"""Check arguments of public functions: numbers, flags and words.
 
-Each function returns the value in the type that the code needs, or raises a ValueError (a TypeError
-for an object of another class) of one form:
+Each function returns the value in the required type, or raises a ValueError (a TypeError for a
+wrong class) of the form
 
-    NAME must be WHAT IS NEEDED, got WHAT CAME. WHY, OR WHAT TO DO.
+    NAME must be REQUIREMENT, got VALUE. REASON OR REMEDY.
 
-Check only what would be silently wrong, or would hang a rank. What Python or torch refuses clearly
-needs no check here.
+Check only arguments that would be silently wrong, or would hang a rank. Python and torch raise
+clear errors for the rest.
 
-Sizes, rates and times are read and written with their units: "24GiB", "50Mbit", "12 ms".
+Sizes, rates and times have units: "24GiB", "50Mbit", "12 ms".
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ RATES = {
     for power, prefix in enumerate(("", "k", "m", "g", "t"))
 }
 SHOWN = 100  # characters of a value in a message
-ADDRESS = " at 0x"  # in the text of an object that has no better one
+ADDRESS = " at 0x"  # in the default `repr` of an object
 SIZE_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def whole(name: str, value: object, least: int = 0, why: str = "") -> int:
-    """Return a count as an int: any kind of integer, but neither a float nor a bool."""
+    """Return a count as an int, from any integer type except bool."""
     number = least - 1
     if isinstance(value, SupportsIndex) and not _is_flag(value):
-        with suppress(TypeError):  # a tensor that is no integer
+        with suppress(TypeError):  # a tensor without an integer value
             number = operator.index(value)
     if number < least:
         raise ValueError(_message(name, f"a whole number of at least {least}", value, why))
@@ -68,7 +68,7 @@ def real(
     """Return a finite number within these bounds as a float."""
     number = math.nan
     if isinstance(value, Real) and not _is_flag(value):
-        with suppress(OverflowError):  # an integer of many digits
+        with suppress(OverflowError):  # a large integer
             number = float(value)
     low = (above is None or number > above) and (least is None or number >= least)
     if not (math.isfinite(number) and low and (below is None or number < below)):
@@ -82,7 +82,7 @@ def real(
 
 
 def flag(name: str, value: object) -> bool:
-    """Return True or False. 1 and 0 are accepted too, but no other value that Python calls true."""
+    """Return True or False. 1 and 0 are accepted, but no other truthy or falsy value."""
     if _is_flag(value) or (isinstance(value, Real) and value in (0, 1)):
         return bool(value)
     raise ValueError(_message(name, "True or False", value))
@@ -95,14 +95,12 @@ def one_of(name: str, value: object, choices: Sequence[object], why: str = "") -
 
 
 def instance(name: str, value: object, kind: type[T], needed: str, why: str = "") -> T:
-    """Return a value of this class."""
     if isinstance(value, kind):
         return value
     raise TypeError(_message(name, needed, value, why))
 
 
 def file_path(name: str, value: object, why: str = "") -> str:
-    """Return a path as text."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     return instance(name, text, str, "a str or an os.PathLike", why)
 
@@ -113,7 +111,7 @@ def number_in(
     parse: Callable[[str], Number],
     default: Number | None = None,
 ) -> Number:
-    """Return the number in an environment variable; if it is not set, the default if there is."""
+    """Return the number in an environment variable, or the default if the variable is not set."""
     text = variables.get(name)
     if not text and default is not None:
         return default
@@ -125,7 +123,7 @@ def number_in(
 
 
 def shown(value: object) -> str:
-    """Return a value as a message shows it: in full if that is short, or else its class.
+    """Return a value as shown in a message: a short `repr`, or else the class name.
 
     >>> import torch
     >>> shown(-1), shown("sum"), shown(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ReLU()))
@@ -142,12 +140,12 @@ def _message(name: str, needed: str, came: object, why: str = "") -> str:
 
 
 def _is_flag(value: object) -> bool:
-    # NumPy's bools by their names, without importing NumPy
+    # NumPy's bools by class name, without importing NumPy
     return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
 
 
 def _in_units(name: str, value: object, units: Mapping[str, int], why: str) -> float:
-    """Return a number given as such, or as a text with a unit, such as "10 Gbit/s"."""
+    """Return a number given as such, or as text with a unit."""
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z/]*)\s*", value.lower())
         value = float(found[1]) * units[found[2]] if found and found[2] in units else value
@@ -175,7 +173,7 @@ def format_bytes(size: int) -> str:
     while value >= 1023.5 and power < len(SIZE_NAMES) - 1:
         power = power + 1
         value = value / 1024
-    # The bounds are those at which rounding would give one digit more.
+    # Thresholds where rounding would add a digit.
     digits = 2
     if power == 0 or value >= 99.95:
         digits = 0
@@ -216,8 +214,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def explained(call: Callable[P, R]) -> Callable[P, R]:
-    """Name the argument that was meant or left out, where Python would name a base class."""
-    named = []  # all arguments but self
+    """Name misspelled or missing arguments, where Python's error would name a base class."""
+    named = []  # all arguments except self
     first = []  # by position
     required = set()
     any_name = False

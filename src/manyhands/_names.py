@@ -1,4 +1,4 @@
-"""Import the names of `manyhands` from where they are defined."""
+"""Import the public names of `manyhands` from their modules."""
 
 from manyhands._ranks.dry_run import dry_run as dry_run
 from manyhands.blocks._methods import BMUF as BMUF

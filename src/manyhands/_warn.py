@@ -1,4 +1,4 @@
-"""Warnings that name the user's line, however deep in this package the reason was found."""
+"""Issue warnings that point to the user's line of code."""
 
 import sys
 import warnings
@@ -8,12 +8,12 @@ PASSED_OVER = {"manyhands", "torch", "contextlib", "functools"}
 
 
 def is_passed_over(frame: FrameType) -> bool:
-    """Return whether a frame is this package's or torch's, and not the user's."""
+    """Return whether a frame is inside manyhands, torch or the standard library's wrappers."""
     return frame.f_globals.get("__name__", "").partition(".")[0] in PASSED_OVER
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line that is neither this package's nor torch's."""
+    """Warn with the location of the innermost frame in user code."""
     frame = sys._getframe(1)
     level = 2
     while frame.f_back and is_passed_over(frame):

@@ -1,9 +1,9 @@
-"""Accept fairscale's names, arguments and defaults: only the import of a script changes.
+"""Provide fairscale's names, arguments and defaults: a script changes only its imports.
 
 >>> from manyhands.fairscale import OSS, AdaScale, ShardedDataParallel, wrap
 
-fairscale has them in several modules; here they are in one. `OSS` and `FullyShardedDataParallel`
-are those of `manyhands`, and also accept arguments that have no effect here.
+`OSS` and `FullyShardedDataParallel` derive from the classes in `manyhands`, and also accept
+fairscale's arguments without effect.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ for _public in (AdaScaleWrapper, DummyProcessGroup, auto_wrap, default_auto_wrap
 
 
 class OSS(_oss.OSS):
-    """`manyhands.OSS`, with an argument of fairscale's that has no effect.
+    """`manyhands.OSS` with fairscale's argument `force_broadcast_object`.
 
     >>> import torch
     >>> from manyhands.fairscale import OSS
@@ -68,12 +68,12 @@ class OSS(_oss.OSS):
     >>> optimizer = OSS(params, torch.optim.SGD, force_broadcast_object=True, lr=0.1)
 
     Args:
-        params: parameters, or groups of them.
+        params: parameters or parameter groups.
         optim: class of the optimizer.
-        group: the workers that share the state; all, by default.
-        broadcast_buffer_size: elements that travel together; without effect if not positive.
+        group: the ranks that share the state; default: all.
+        broadcast_buffer_size: elements per message; ignored unless positive.
         broadcast_fp16: send updated parameters as float16.
-        force_broadcast_object: has no effect; no objects are sent.
+        force_broadcast_object: ignored; no objects are sent.
         **defaults: arguments of `manyhands.OSS` and of the optimizer.
     """
 
@@ -102,25 +102,25 @@ class TrainingState(Enum):
     ...     print(model.training_state.name)
     SUMMON_FULL_PARAMS
 
-    On one rank, where nothing is sent, a backward is `BACKWARD_PRE` throughout.
+    On a single rank, the state is `BACKWARD_PRE` throughout a backward.
     """
 
     IDLE = auto()
     FORWARD = auto()
-    BACKWARD_PRE = auto()  # its parameters are being gathered, or are used, in a backward
-    BACKWARD_POST = auto()  # its gradients are being sent
+    BACKWARD_PRE = auto()  # parameters are being gathered, or used, in a backward
+    BACKWARD_POST = auto()  # gradients are being sent
     SUMMON_FULL_PARAMS = auto()
 
 
 class FullyShardedDataParallel(_wrapper.FullyShardedDataParallel):
-    """`manyhands.FullyShardedDataParallel`, with fairscale's order of arguments.
+    """`manyhands.FullyShardedDataParallel` with fairscale's order of arguments.
 
     >>> import torch
     >>> from manyhands.fairscale import FullyShardedDataParallel
     >>> model = FullyShardedDataParallel(torch.nn.Linear(2, 2), flatten_parameters=True)
 
     `process_group_reduce_scatter`, `flatten_parameters`, `move_grads_to_cpu`, `bucket_cap_mb` and
-    `no_broadcast_optim_state` have no effect. `cpu_offload` is an older name of
+    `no_broadcast_optim_state` have no effect. `cpu_offload` is a former name of
     `move_params_to_cpu`.
     """
 
@@ -183,7 +183,7 @@ class FullyShardedDataParallel(_wrapper.FullyShardedDataParallel):
         self._forwards = 0  # in progress
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Run the wrapped module's forward, with its parameters gathered for it."""
+        """Run the wrapped module's forward with gathered parameters."""
         self._forwards += 1
         try:
             return super().forward(*args, **kwargs)
@@ -192,8 +192,8 @@ class FullyShardedDataParallel(_wrapper.FullyShardedDataParallel):
 
     @property
     def training_state(self) -> TrainingState:
-        """What this wrap is doing."""
-        if self._holds_full:
+        """The current state of this wrap."""
+        if self._has_full_params:
             return TrainingState.SUMMON_FULL_PARAMS
         if self._engine is not None:
             # The engine's names for a backward are PRE_BACKWARD and POST_BACKWARD.
@@ -203,9 +203,9 @@ class FullyShardedDataParallel(_wrapper.FullyShardedDataParallel):
         return TrainingState.IDLE if current_task() == -1 else TrainingState.BACKWARD_PRE
 
     def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
-        """Raise a ValueError unless this wrap is in the state, or in one of several."""
+        """Raise a ValueError unless this wrap is in the state, or in any of the states."""
         states = state if isinstance(state, Iterable) else [state]
-        names = [each.name for each in states]  # so that members of fairscale's enum are accepted
+        names = [each.name for each in states]  # by name, to accept fairscale's enum
         if self.training_state.name not in names:
             raise ValueError(f"expected {' or '.join(names)}, not {self.training_state.name}.")
 
@@ -213,7 +213,7 @@ class FullyShardedDataParallel(_wrapper.FullyShardedDataParallel):
 def config_auto_wrap_policy(
     module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
 ) -> bool:
-    """The policy by mark: wrap the modules that have an attribute `wrapper_config`.
+    """The policy by attribute: wrap the modules with an attribute `wrapper_config`.
 
     >>> import torch.nn as nn
     >>> from manyhands.fairscale import config_auto_wrap_policy
@@ -222,7 +222,7 @@ def config_auto_wrap_policy(
     >>> config_auto_wrap_policy(layer, False, unwrapped_params=110, module_is_root=False)
     True
 
-    It is a dict of options for this module's wrapper, which may include `wrapper_cls`.
+    The attribute is a dict of options for the module's wrapper, which may include `wrapper_cls`.
     """
     return recurse or hasattr(module, "wrapper_config")
 
@@ -240,13 +240,13 @@ def enable_wrap(
     >>> isinstance(layer, FullyShardedDataParallel)
     True
 
-    An `enable_wrap` inside another inherits all settings that it does not change. Each thread has
-    its own. It is a decorator, too.
+    A nested `enable_wrap` inherits all settings that it does not change. Threads have separate
+    settings. `enable_wrap` also works as a decorator.
 
     Args:
-        auto_wrap_policy: the policy of `auto_wrap`, described there; by default by size.
-        wrapper_kwargs: `wrapper_cls`, the class that wraps (by default `FullyShardedDataParallel`)
-            or a function of a module and options; keywords of the policy; options of the wrapper.
+        auto_wrap_policy: the policy, as described in `auto_wrap`; default: by size.
+        wrapper_kwargs: `wrapper_cls`, the wrapper class (default: `FullyShardedDataParallel`) or a
+            function of a module and options; keywords of the policy; options of the wrapper.
     """
     if not _wrapping.in_scope():
         wrapper_kwargs = {"wrapper_cls": FullyShardedDataParallel, **wrapper_kwargs}
@@ -262,7 +262,7 @@ def auto_wrap_bn(
     wrap_it: bool = True,
     assert_on_collision: bool = True,
 ) -> nn.Module:
-    """Wrap each BatchNorm by itself in full precision, in a model of lower precision.
+    """Wrap each BatchNorm separately in full precision, in a model of lower precision.
 
     >>> import torch.nn as nn
     >>> from manyhands.fairscale import FullyShardedDataParallel, auto_wrap_bn
@@ -270,15 +270,15 @@ def auto_wrap_bn(
     >>> isinstance(model[1], FullyShardedDataParallel)
     True
 
-    Call it before a module that contains BatchNorms is wrapped. `enable_wrap` counts as ever.
+    Call it before wrapping modules that contain BatchNorms. Settings of `enable_wrap` apply.
 
     Args:
         module: the model.
-        single_rank_pg: has no effect: in groups of one each rank would train its own BatchNorms.
-        process_group: the ranks that share them, by default those of `enable_wrap`, or all.
-        fsdp_config: options that win over those for full precision.
-        wrap_it: False only writes `wrapper_config`s, for `config_auto_wrap_policy`.
-        assert_on_collision: raise an error if a BatchNorm has a `wrapper_config` already.
+        single_rank_pg: ignored: in single-rank groups, BatchNorms would differ between ranks.
+        process_group: the ranks that share the BatchNorms; default: as in `enable_wrap`, or all.
+        fsdp_config: options that win over the full-precision options.
+        wrap_it: False only sets `wrapper_config` attributes, for `config_auto_wrap_policy`.
+        assert_on_collision: raise an error if a BatchNorm already has a `wrapper_config`.
     """
     config: dict[str, Any] = {
         "mixed_precision": False,
@@ -291,16 +291,16 @@ def auto_wrap_bn(
     if process_group is not None:
         config["process_group"] = process_group
     config.update(fsdp_config or {})
-    # BatchNorm1d to 3d and SyncBatchNorm have this private base class in common.
+    # The private base class of BatchNorm1d to 3d and SyncBatchNorm.
     norms: list[Any] = [each for each in module.modules() if isinstance(each, _BatchNorm)]
     if assert_on_collision and any(hasattr(norm, "wrapper_config") for norm in norms):
         raise ValueError(
-            "a BatchNorm has a wrapper_config already. Call auto_wrap_bn once, or with "
+            "a BatchNorm already has a wrapper_config. Call auto_wrap_bn once, or with "
             "assert_on_collision=False to replace it."
         )
     for norm in norms:
         norm.wrapper_config = dict(config)
     if not wrap_it:
         return module
-    with enable_wrap():  # outside of another one, too
+    with enable_wrap():  # works without an outer enable_wrap
         return auto_wrap(module, (_BatchNorm,))

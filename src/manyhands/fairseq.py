@@ -1,8 +1,8 @@
-"""Offer fairseq's BMUF, with its configuration and methods, around an optimizer of torch's.
+"""fairseq's BMUF: its configuration and methods, around a torch optimizer.
 
 >>> from manyhands.fairseq import FairseqBMUF, FairseqBMUFConfig
 
-`manyhands.BMUF` is the same method with its options as arguments.
+`manyhands.BMUF` is the same method and takes its options as arguments.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["FairseqBMUF", "FairseqBMUFConfig"]
 
 @dataclass
 class FairseqBMUFConfig:
-    """fairseq's options of BMUF, with its defaults.
+    """fairseq's BMUF options and default values.
 
     >>> from manyhands.fairseq import FairseqBMUFConfig
     >>> FairseqBMUFConfig(block_momentum=0.5).global_sync_iter
     50
 
-    `distributed_world_size` is not read: the workers are those of the process group.
+    `distributed_world_size` is ignored; the process group determines the workers.
     """
 
     block_lr: float = 1
@@ -46,14 +46,14 @@ class FairseqBMUFConfig:
 
 
 class FairseqOptimizer(Protocol):
-    """One of fairseq's optimizers, which has torch's inside."""
+    """A fairseq optimizer, which contains a torch optimizer."""
 
     @property
     def optimizer(self) -> Optimizer: ...
 
 
 class FairseqBMUF(BMUF):
-    """`BMUF` as fairseq makes it, with fairseq's methods.
+    """`BMUF` with fairseq's constructor and methods.
 
     >>> import torch
     >>> from manyhands.fairseq import FairseqBMUF, FairseqBMUFConfig
@@ -67,11 +67,11 @@ class FairseqBMUF(BMUF):
     (0.1, 1)
 
     Args:
-        cfg: an object with the fields of `FairseqBMUFConfig`, such as fairseq's own configuration
-            or the namespace of an argument parser.
-        optimizer: one of torch's, or one of fairseq's in full precision, of which torch's inside
-            is used.
-        options: the options of `BMUF` that the configuration lacks.
+        cfg: an object with the fields of `FairseqBMUFConfig`, such as fairseq's configuration or
+            the namespace of an argument parser.
+        optimizer: a torch optimizer, or a fairseq optimizer in full precision, from which the
+            contained torch optimizer is extracted.
+        options: further options of `BMUF`, absent from the configuration.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class FairseqBMUF(BMUF):
 
     @property
     def params(self) -> Iterator[Tensor]:
-        """The parameters of all groups."""
+        """Parameters of all groups."""
         for group in self.param_groups:
             yield from group["params"]
 
     @property
     def optimizer_config(self) -> dict[str, Any]:
-        """The options of the inner optimizer's first parameter group, as they are now."""
+        """Current options of the inner optimizer's first parameter group."""
         config = dict(self.param_groups[0])
         del config["params"]
         return config
@@ -127,17 +127,17 @@ class FairseqBMUF(BMUF):
                 group["lr"] = lr
 
     def get_num_updates(self) -> int:
-        """Return the number of steps taken."""
+        """Return the number of steps."""
         return self.steps
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Set the number of steps taken; call it on every worker. Sync rounds are at multiples."""
+        """Set the number of steps, on every worker. Sync rounds follow at multiples."""
         self._sync.set_steps(whole("num_updates", num_updates))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], optimizer_overrides: Mapping[str, Any] | None = None
     ) -> None:
-        """Continue from a `state_dict`, with these options of the parameter groups."""
+        """Load a `state_dict`, then override options in all parameter groups."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group.update(optimizer_overrides or {})
@@ -147,7 +147,7 @@ class FairseqBMUF(BMUF):
         loss.backward()
 
     def all_reduce_grads(self, module: nn.Module) -> None:
-        """Call the module's own `all_reduce_grads`, if it has one. Workers follow their own."""
+        """Call `module.all_reduce_grads` if it exists. Otherwise gradients remain local."""
         if hasattr(module, "all_reduce_grads"):
             module.all_reduce_grads()  # type: ignore[operator]
 
@@ -160,10 +160,10 @@ class FairseqBMUF(BMUF):
     def clip_grad_norm(
         self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Scale this worker's gradients to a norm of at most `max_norm`; return the norm before.
+        """Clip this worker's gradients to the norm `max_norm`, and return the norm before clipping.
 
-        With `max_norm=0` the gradients stay as they are. `aggregate_norm_fn` turns this worker's
-        norm into the norm of a model that is sharded over several workers.
+        With `max_norm=0`, only measure. `aggregate_norm_fn` computes the norm of a model that is
+        sharded over workers from this worker's norm.
         """
         if not max_norm >= 0:
             raise ValueError(f"max_norm must be at least 0, got {max_norm}. 0 only measures.")
@@ -176,7 +176,7 @@ class FairseqBMUF(BMUF):
 
     @torch.no_grad()
     def average_params(self) -> None:
-        """Average Adam's moments over the workers; call it on every one. The parameters stay."""
+        """Average Adam's moments, but not the parameters. Call it on every worker."""
         if not dist.is_initialized():
             return
         for param in self.params:
@@ -191,14 +191,14 @@ class FairseqBMUF(BMUF):
 
 
 def _torch_optimizer(optimizer: Optimizer | FairseqOptimizer) -> Optimizer:
-    """Return torch's optimizer, which a `FairseqOptimizer` has inside."""
+    """Return the optimizer, or the torch optimizer in a `FairseqOptimizer`."""
     if isinstance(optimizer, Optimizer):
         return optimizer
     if hasattr(optimizer, "fp16_params") or hasattr(optimizer, "scaler"):
-        # Its step does more than that of the optimizer inside: the model would not follow.
+        # The outer `step` also updates float32 copies or the loss scale; the inner step does not.
         raise TypeError(
-            f"{type(optimizer).__name__} trains copies in float32, or scales the loss. Give "
-            "FairseqBMUF the optimizer inside, of the model's own parameters; for float16 use "
-            "torch.amp.GradScaler around."
+            f"{type(optimizer).__name__} trains copies in float32 or scales the loss. Give "
+            "FairseqBMUF the torch optimizer of the model's parameters; for float16 use "
+            "torch.amp.GradScaler with it."
         )
     return optimizer.optimizer

@@ -59,7 +59,7 @@ def test_an_undone_round_is_repeated_before_anything_else():
 def test_a_local_warm_up_has_no_anchor_until_its_last_round():
     start, middle = after(0, 2, True), after(1, 2, True)
     assert flags(start) == (False, False, False) and flags(middle) == (False, True, False)
-    assert start.in_local_warmup and not start.steps_together
+    assert not start.steps_together
     end = middle.step()
     assert start.version == NO_VERSION < middle.version < end.end_warmup().version < Version(0)
     assert flags(end.end_warmup()) == (False, True, False)

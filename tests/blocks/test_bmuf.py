@@ -2,17 +2,15 @@
 
 import copy
 
-import pytest
 import torch
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.blocks_oracle import REFERENCE, assert_fairseqs_values
+from helpers.blocks_oracle import assert_fairseqs_values
 from helpers.ranks import run_ranks
 from manyhands.fairseq import FairseqBMUF
 
 
-@pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is missing: fairseq's values")
 def test_fairseqs_values():
     assert_fairseqs_values(mh.BMUF)
 

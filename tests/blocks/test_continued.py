@@ -127,7 +127,7 @@ def test_a_late_worker_that_loads_as_all_do_keeps_the_state_of_the_crew(tmp_path
     assert joined["found"] == {"step": joined["at"], **own}
     assert (joined["steps"], joined["weight"]) == (joined["at"], -joined["at"])
     for said in joined["said"]:
-        assert "this worker has joined a run that goes on" in said
+        assert "this worker has joined a running job" in said
         assert "if optimizer.steps == 0" in said
     assert len(joined["said"]) == 2
     for events in (first, second):

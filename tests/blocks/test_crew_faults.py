@@ -99,7 +99,7 @@ def dies_at(place, worker, round_number):
     def harm(number):
         if number != worker:
             return
-        original = getattr(_round._SyncRound, place)
+        original = getattr(_round.SyncRound, place)
         calls = []
 
         def fatal(self, *args, **kwargs):
@@ -108,14 +108,14 @@ def dies_at(place, worker, round_number):
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(self, *args, **kwargs)
 
-        setattr(_round._SyncRound, place, fatal)
+        setattr(_round.SyncRound, place, fatal)
 
     return harm
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(_chunks, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(_chunks, "MIN_CHUNK", 1 << 16)
 
 
 @pytest.fixture
@@ -269,14 +269,14 @@ def test_alone_without_a_store_a_crew_is_one_worker_with_an_outer_step():
 def test_an_error_of_ones_own_is_raised_and_the_others_go_on(store, tmp_path):
     def breaks(number):
         if number == 1:
-            original = _round._SyncRound._start_mean
+            original = _round.SyncRound._start_mean
 
             def start_mean(self, chunk):
                 if self.report.step >= 20:
                     raise TypeError("of worker 1")
                 return original(self, chunk)
 
-            _round._SyncRound._start_mean = start_mean
+            _round.SyncRound._start_mean = start_mean
 
     with BlockWorkers(store, tmp_path, expected=3, stall=0.6) as workers:
         workers.start(range(3), 60, {"every": 5}, breaks, pause=0.005)
@@ -411,7 +411,7 @@ def test_a_crew_cut_in_two_goes_on_in_the_half_with_the_quorum(store, tmp_path):
         def beyond(other):
             return cut.exists() and (number < 3) != (other < 3)
 
-        reach, send = _enrollment.unreachable, _round._SyncRound._send
+        reach, send = _enrollment.unreachable, _round.SyncRound._send
 
         def unreachable(addresses, find_silent):
             far = tuple(id for id in addresses if beyond(number_of(id)))
@@ -423,7 +423,7 @@ def test_a_crew_cut_in_two_goes_on_in_the_half_with_the_quorum(store, tmp_path):
                 raise RuntimeError("the connection is lost")  # as gloo's
             return send(self, *args, **kwargs)
 
-        _enrollment.unreachable, _round._SyncRound._send = unreachable, send_nothing
+        _enrollment.unreachable, _round.SyncRound._send = unreachable, send_nothing
 
     options = {"every": mh.Seconds(0.1, own_steps=True)}
     with BlockWorkers(store, tmp_path, expected=5, quorum=3, stall=5.0) as workers:

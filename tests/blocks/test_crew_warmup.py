@@ -176,7 +176,7 @@ def stop_here(folder):
 
 def die_in_the_round_that_ends(warmup, before_that=lambda: None):
     """Kill this worker in the round after the last step of the warm-up."""
-    original = _round._SyncRound._send
+    original = _round.SyncRound._send
 
     def fatal(self, *args, **kwargs):
         if self.report.step == warmup:
@@ -184,7 +184,7 @@ def die_in_the_round_that_ends(warmup, before_that=lambda: None):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, *args, **kwargs)
 
-    _round._SyncRound._send = fatal
+    _round.SyncRound._send = fatal
 
 
 @pytest.fixture

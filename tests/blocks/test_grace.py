@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import manyhands as mh
 from manyhands.blocks.crew import _enrollment
-from manyhands.blocks.crew._crew import SHORTEST, GraceWindow
 from manyhands.blocks.crew._enrollment import Door, unreachable
+from manyhands.blocks.crew._grace import SHORTEST, GraceWindow
 from manyhands.blocks.crew._roster import Member, Roster, Version
 
 pytestmark = pytest.mark.quick

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers.run_command import Command, gone
-from manyhands.blocks.crew import _kept
+from manyhands.blocks.crew import _fork_server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked workers need Linux")
 
@@ -83,7 +83,7 @@ def die(command):
 
 
 def is_forked(pid):
-    return "_kept import serve" in Path(f"/proc/{pid}/cmdline").read_text()
+    return "_fork_server import serve" in Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def die_until_forked(command):
@@ -150,12 +150,12 @@ def test_a_forked_worker_ends_as_a_fresh_one_does(tmp_path, end, how):
     assert said.count(f"worker 1 ended ({how}) and is started again.") == deaths
     # A traceback shows the script's own lines only.
     assert said.count("most recent call last") == (deaths if "ValueError" in end else 0)
-    assert "_kept" not in said
+    assert "_fork_server" not in said
 
 
 @pytest.mark.long
 def test_killing_the_kept_process_does_nothing_to_the_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(_kept, "REPLACE", 0.5)
+    monkeypatch.setattr(_fork_server, "REPLACE", 0.5)
     with Command(tmp_path, script(), "--workers", "2") as command:
         worker = die_until_forked(command)
         kept = kept_process(command)
@@ -170,7 +170,7 @@ def test_killing_the_kept_process_does_nothing_to_the_workers(tmp_path, monkeypa
 
 @pytest.mark.long
 def test_a_kept_process_that_is_killed_while_it_starts_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(_kept, "REPLACE", 0.5)
+    monkeypatch.setattr(_fork_server, "REPLACE", 0.5)
     with Command(tmp_path, script(), "--workers", "2") as command:
         command.until(r"\[1\] in 1", 60)
         os.kill(kept_process(command), signal.SIGKILL)
@@ -183,7 +183,7 @@ def test_a_kept_process_that_is_killed_while_it_starts_is_replaced(tmp_path, mon
 def test_a_kept_process_that_does_not_answer_is_replaced_and_forks_nothing_late(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(_kept, "REPLACE", 0.5)
+    monkeypatch.setattr(_fork_server, "REPLACE", 0.5)
     with Command(tmp_path, script(), "--workers", "2") as command:
         die_until_forked(command)
         kept = kept_process(command)

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.blocks_oracle import REFERENCE, problem, reference, train
+from helpers.blocks_oracle import problem, train
+from helpers.recorded import recorded_values
 from manyhands.blocks._anchor import Average, BlockMomentum, Outer, SlowMomentum
 
 pytestmark = pytest.mark.quick
@@ -58,9 +59,8 @@ def documented(cfg):
     return BlockMomentum(cfg["block_lr"], cfg["block_momentum"], use_nbm=cfg["use_nbm"])
 
 
-@pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is missing: fairseq's values")
 def test_fairseqs_values():
-    table = reference()
+    table = recorded_values("bmuf_fairseq_world2")
     init, data = problem(table)
     for case in table["cases"]:
         cfg = case["cfg"]

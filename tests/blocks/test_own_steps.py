@@ -475,7 +475,7 @@ def test_a_joiner_gets_samples_for_a_block_longer_than_every_workers():
     [
         (
             lambda inner: mh.LocalSGD(inner, every=EVERY, fragments=2),
-            "sends the whole model at the end",
+            "sends the model at the end",
         ),
         (lambda inner: mh.LocalSGD(inner, every=EVERY, overlap=2), "overlap must be less than"),
         (lambda _: Seconds(8, own_steps="yes"), "own_steps must be True or False"),

@@ -17,9 +17,8 @@ from helpers.crew_workers import SECRET, Store
 from helpers.data_workers import DataWorkers
 from helpers.networks import Networks, NoNetworks
 from helpers.run_command import Command
-from manyhands._ranks import sockets
-from manyhands._ranks.sockets import TCP_RTO_MAX_MS
 from manyhands.blocks.crew import _crew, _roster, _store
+from manyhands.blocks.crew._store import TCP_RTO_MAX_MS
 
 pytestmark = pytest.mark.long
 
@@ -136,7 +135,7 @@ def test_tcp_gives_up_after_the_store_client_does(networks, monkeypatch, linux, 
     """By itself TCP gives up after 15 retries (here 3), which take 15 s with TCP_RTO_MAX_MS."""
     monkeypatch.setattr(_store, "STORE_TIMEOUT", 30.0)
     if linux == "before 6.15":
-        monkeypatch.setattr(sockets, "TCP_RTO_MAX_MS", 0x7FFF)  # an option that no Linux has
+        monkeypatch.setattr(_store, "TCP_RTO_MAX_MS", 0x7FFF)  # an option that no Linux has
     for host in ("store", "far"):
         networks.set(host, "ipv4/tcp_retries2", 3)
     with Store(networks.address("store")) as store:

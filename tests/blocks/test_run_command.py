@@ -289,7 +289,7 @@ def test_a_worker_that_is_refused_is_not_started_again_and_the_run_has_not_ended
 LISTENERS = """
     import os, torch
     import torch.distributed as dist
-    from manyhands._ranks.sockets import internet_sockets
+    from manyhands._ranks.groups import internet_sockets
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)

@@ -12,17 +12,18 @@ import torch
 from helpers.crew_workers import SECRET, Store, Workers
 from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _store
-from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._crew import Crew, GlooTransport
 from manyhands.blocks.crew._roster import Member, Roster, Version
 from manyhands.blocks.crew._store import (
     REVISION,
     ROSTER,
     SharedRoster,
+    SignedStore,
     Signer,
     StoreClient,
+    StoreConnection,
     connect_to_store,
 )
-from manyhands.blocks.crew._transport import GlooTransport, SignedStore, StoreConnection
 from manyhands.errors import StoreLost
 from test_run_command import Command, free_port
 

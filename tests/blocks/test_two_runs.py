@@ -64,7 +64,7 @@ def test_a_second_run_takes_no_checkpoint_of_the_first_whose_worker_was_killed(t
             assert second.wait(LONG) == 1, second.said()
         assert "begins with" not in second.said()
         assert "saved" not in second.said()
-        message = r"another job saves to run: process \d+ on .* Give each job a path of its own"
+        message = r"another job saves to run: process \d+ on .* Use a different path for each job"
         assert re.search(message, second.said())
         first.until(rf"saved \S+, process (?!{saver})", LONG)  # another worker saves in its place
         first.until(r"begins with {'step': \d+}", LONG)  # and the killed one is back

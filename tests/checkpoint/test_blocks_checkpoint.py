@@ -401,7 +401,7 @@ def test_blocks_in_a_trainers_wrapper_are_found(tmp_path):
         run.blocks.synchronize()
         mh.save(tmp_path / "hidden", model=run.model, optimizer=Lookahead(run.optimizer))
 
-    raises_on_ranks(2, TypeError, hidden, match="there is blocks inside of this Lookahead")
+    raises_on_ranks(2, TypeError, hidden, match="this Lookahead contains blocks")
 
 
 def test_rules_and_blocks_go_around_each_other_once():

@@ -68,7 +68,11 @@ def group_of(module, **options):
             ValueError,
             "only here 'first.bias'",
         ),
-        (lambda m: torch.optim.AdamW([nn.Parameter(torch.ones(2))]), ValueError, "not the model's"),
+        (
+            lambda m: torch.optim.AdamW([nn.Parameter(torch.ones(2))]),
+            ValueError,
+            "is not in the model",
+        ),
         (lambda m: mh.OSS(m.parameters()), ValueError, "is SGD"),
         (lambda m: nn.Linear(1, 1), TypeError, "must be a torch.optim.Optimizer"),
     ],
@@ -95,7 +99,7 @@ def test_a_rule_needs_a_saved_rule_but_not_the_other_way_round(tmp_path):
     bare, ruled = Setup("plain").train(1), Setup("plain", rule=mh.AdamScale).train(1)
     mh.save(tmp_path / "bare", **bare.given())
     mh.save(tmp_path / "ruled", **ruled.given())
-    with pytest.raises(ValueError, match="load it before wrapping"):
+    with pytest.raises(ValueError, match="load the checkpoint before wrapping"):
         mh.load(tmp_path / "bare", **ruled.given())
     mh.load(tmp_path / "ruled", **bare.given())
     assert_equal(bare.held(), ruled.held())
@@ -109,13 +113,15 @@ def test_another_scheduler_and_other_values(tmp_path):
     mh.save(tmp_path / "bare", model=setup.model)
     mh.save(tmp_path, **setup.given(), one=1)
     step = torch.optim.lr_scheduler.StepLR(setup.optimizer, 2)
-    with pytest.raises(ValueError, match="state of a CosineAnnealingLR, and the scheduler here"):
+    with pytest.raises(ValueError, match="state of a CosineAnnealingLR, but the scheduler here"):
         mh.load(tmp_path, scheduler=step)
-    with pytest.raises(ValueError, match=r"1 scheduler\(s\), and 2"):
+    with pytest.raises(ValueError, match=r"1 scheduler\(s\), but 2"):
         mh.load(tmp_path, scheduler=[step, step])
     with pytest.raises(ValueError, match=r"saved without optimizer=\. Load it without optimizer="):
         mh.load(tmp_path / "bare", optimizer=setup.optimizer)
-    with pytest.raises(ValueError, match=r"saved without scheduler=\. .* Give mh\.save scheduler="):
+    with pytest.raises(
+        ValueError, match=r"saved without scheduler=\. .* Pass scheduler= to mh\.save"
+    ):
         mh.load(tmp_path / "bare", scheduler=step)
     with pytest.raises(ValueError, match="has no 'scaler', but 'one'"):
         mh.load(tmp_path, scaler=torch.amp.GradScaler("cpu"))
@@ -135,7 +141,7 @@ def test_another_scheduler_and_other_values(tmp_path):
         ({"model": nn.Linear(1, 1, device="meta")}, ValueError, "to_empty"),
         ({"scheduler": 3}, TypeError, "scheduler must have"),
         ({"value": object()}, TypeError, "value/value is a builtins.object"),
-        ({"value": torch.ones(1, dtype=torch.complex128)}, TypeError, "cannot hold"),
+        ({"value": torch.ones(1, dtype=torch.complex128)}, TypeError, "do not support"),
         ({"sgd": torch.optim.SGD([torch.ones(1)])}, TypeError, "optimizer=.first, second"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, ValueError, "model=model"),
     ],
@@ -147,7 +153,7 @@ def test_invalid_arguments_of_save_are_an_error(given, error, message, tmp_path)
 
 
 def test_paths_without_a_checkpoint_are_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         mh.load(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         mh.load(tmp_path)
@@ -157,7 +163,7 @@ def test_paths_without_a_checkpoint_are_an_error(tmp_path):
     (tmp_path / "index.json").write_text('{"weight_map": {}}')
     with pytest.raises(ValueError, match="not an index of a manyhands checkpoint"):
         mh.load(tmp_path)
-    with pytest.raises(ValueError, match="is one checkpoint"):
+    with pytest.raises(ValueError, match="is a single checkpoint"):
         mh.save(tmp_path, value=1)
 
 
@@ -165,7 +171,7 @@ def test_a_newer_format_is_an_error(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(_format, "VERSION", 3)
         mh.save(tmp_path, value=1)
-    with pytest.raises(ValueError, match="format version 3, and this release reads 2"):
+    with pytest.raises(ValueError, match="format version 3, but this release reads version 2"):
         mh.load(tmp_path)
 
 

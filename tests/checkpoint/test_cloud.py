@@ -158,7 +158,7 @@ def test_a_second_job_that_writes_the_same_checkpoint_is_an_error(bucket, monkey
             bucket.pipe_file(f"/bucket/run/{name}/index.json", b"theirs")
 
     monkeypatch.setattr(_cloud.Bucket, "check_ours", late)
-    with pytest.raises(OSError, match="another job or worker saves to memory://bucket/run"):
+    with pytest.raises(OSError, match="another job or worker also saves to memory://bucket/run"):
         mh.save(URL, value=1)
     assert bucket.cat_file("/bucket/run/000001/index.json") == b"theirs"
 
@@ -194,7 +194,7 @@ def test_a_listing_that_fails_removes_nothing(bucket, monkeypatch):
 
 
 def test_nothing_there_is_said_as_for_a_folder():
-    with pytest.raises(FileNotFoundError, match="there is nothing in memory://bucket/run"):
+    with pytest.raises(FileNotFoundError, match="memory://bucket/run is empty"):
         mh.load(URL)
 
 

@@ -137,7 +137,7 @@ def test_a_missing_file_is_an_error_on_all(tmp_path):
         2,
         FileNotFoundError,
         lambda: mh.load(tmp_path / "run", **Setup("OSS").given()),
-        match="is missing: the checkpoint needs each of its 2 files",
+        match="is missing: the checkpoint needs all of its 2 files",
     )
 
 
@@ -156,7 +156,10 @@ def test_a_full_disk_is_an_error_on_all_and_leaves_the_last(wait, tmp_path):
             assert mh.load(path, **setup.given())["step"] == 2 if wait else True
 
     raises_on_ranks(
-        2, OSError, go, match="no room for the checkpoint .* Earlier checkpoints are unchanged"
+        2,
+        OSError,
+        go,
+        match="the checkpoint does not fit into .* Earlier checkpoints are unchanged",
     )
     assert left(path) == []
     assert [p.name for p in complete(path)] == ["000001-step-2"]
@@ -252,9 +255,11 @@ def test_a_rank_that_dies_while_it_writes_is_named_and_nothing_left(
     for rank in set(range(3)) - {victim}:
         assert pipes[rank][0].poll(30.0)
         said, seconds = pipes[rank][0].recv()
-        silent = "has not been heard of for 2 s while it saved. Has its process ended?"
+        silent = (
+            "has sent no heartbeat for 2 s while it saved. Check whether its process has ended."
+        )
         problem = "has ended while it saved." if number == signal.SIGKILL else silent
-        assert f"rank {victim} {problem} This checkpoint is dropped" in said
+        assert f"rank {victim} {problem} This checkpoint is discarded" in said
         assert seconds < 15
     ranks[victim].kill()
     for rank in ranks:
@@ -302,7 +307,7 @@ def test_the_bytes_in_a_full_disk_error_are_those_of_the_rank(tmp_path, monkeypa
             with room_for(2000):
                 mh.save(tmp_path, **setup.given())
         except OSError as error:
-            (claimed,) = re.findall(r"has ([\d,]+) bytes to write", str(error))
+            (claimed,) = re.findall(r"writes ([\d,]+) bytes", str(error))
             return int(claimed.replace(",", "")), size
 
     def save():
@@ -336,7 +341,7 @@ def test_a_file_system_that_takes_no_more_files_leaves_nothing_half_made(at, tmp
     with monkeypatch.context() as patch:
         patch.setattr(_folder, "open_descriptor", no_file)
         patch.setattr(Path, "mkdir", no_folder)
-        with pytest.raises(OSError, match=r"no room .*a limit of files"):
+        with pytest.raises(OSError, match=r"does not fit .*file limit"):
             mh.save(tmp_path, value=torch.zeros(3))
     assert left(tmp_path) == []
     assert mh.load(tmp_path)["value"].tolist() == [1, 1, 1]
@@ -356,7 +361,7 @@ def test_an_asynchronous_error_surfaces_once(waits, tmp_path, monkeypatch):
         while not saving.done:
             pass
     assert "failed" in repr(saving)
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(OSError, match="does not fit"):
         saving.wait() if waits else mh.save(tmp_path, model=model)
     mh.save(tmp_path, model=model)
     assert len(complete(tmp_path)) == 1
@@ -403,7 +408,7 @@ def two_jobs(path, second):
 
 def test_all_ranks_of_a_second_job_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
-    said = "another job saves to .* process .* Give each job a path of its own"
+    said = "another job saves to .* process .* Use a different path for each"
 
     def go():
         mine = two_jobs(tmp_path, lambda: pytest.raises(RuntimeError, match=said))
@@ -422,7 +427,7 @@ def test_without_locks_two_jobs_on_one_path_keep_their_parts(tmp_path, monkeypat
     def go():
         mine = two_jobs(tmp_path, contextlib.nullcontext)
         if dist.get_rank() < 2:
-            with pytest.raises(OSError, match="another job or worker saves to"):
+            with pytest.raises(OSError, match="another job or worker also saves to"):
                 mh.save(tmp_path, value=2, process_group=mine)
         dist.barrier()
         return mh.load(tmp_path)["value"]
@@ -453,14 +458,14 @@ def test_ranks_that_do_not_share_a_folder_are_an_error(tmp_path):
 
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    raises_on_ranks(2, ValueError, save, match="Give a path that all ranks share")
+    raises_on_ranks(2, ValueError, save, match="Pass a path that all ranks share")
 
     def load():
         path = tmp_path / str(dist.get_rank()) / "run"
         mh.load(path)
 
     mh.save(tmp_path / "0" / "run", value=1)
-    raises_on_ranks(2, FileNotFoundError, load, match="cannot be found")
+    raises_on_ranks(2, FileNotFoundError, load, match="does not exist on this rank")
     mh.save(tmp_path / "1" / "run", value=2)
     raises_on_ranks(2, ValueError, load, match="different checkpoints")
 
@@ -494,11 +499,11 @@ from manyhands.checkpoint import _writing
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=2)
-send = _writing.Post.send
+send = _writing.SaveMessages.send
 def send_and_pause(post, receipt):
     send(post, receipt)
     time.sleep(1.0)  # rank 0 has ended the save by now, and its script
-_writing.Post.send = send_and_pause
+_writing.SaveMessages.send = send_and_pause
 mh.save(path, value=1)
 """
 

@@ -168,7 +168,7 @@ def test_an_object_that_refuses_its_earlier_state_is_named(tmp_path):
 
     mh.save(tmp_path, sampler=Sampler(5))
     with pytest.raises(
-        RuntimeError, match=r"sampler= .RuntimeError: never. did not take"
+        RuntimeError, match=r"sampler= .RuntimeError: never. could not be restored"
     ) as raised:
         mh.load(tmp_path, sampler=Once())
     assert "never" in str(raised.value.__context__)

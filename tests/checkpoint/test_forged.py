@@ -164,7 +164,7 @@ def test_content_of_another_form_is_refused_and_changes_nothing(source, tmp_path
     target = forged(source, tmp_path, change)
     setup = Setup("plain", seed=3, rule=mh.AdamScale).train(1)
     before, generator = setup.held(), torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"no known form|unknown kind|invalid"):
+    with pytest.raises(ValueError, match=r"invalid value|unknown type|invalid"):
         mh.load(target, **setup.given())
     assert all(torch.equal(tensor, before[name]) for name, tensor in setup.held().items())
     assert torch.equal(torch.get_rng_state(), generator)
@@ -364,7 +364,9 @@ def test_a_state_that_lacks_an_entry_of_one_parameter_is_refused(way, entry, tmp
             assert_equal(setup.held(), before)
             assert setup.scheduler.state_dict() == schedule
 
-    for message in raises_on_ranks(2, ValueError, load, way, match="AdamW cannot go on from the"):
+    for message in raises_on_ranks(
+        2, ValueError, load, way, match="AdamW cannot continue from the"
+    ):
         assert "'last.bias'" in message and str(checkpoint) in message
     with pytest.raises(ValueError, match=r"state of 'last.bias': KeyError"):
         load("plain")

@@ -92,7 +92,7 @@ def test_one_that_is_stopped_while_it_writes_publishes_nothing_when_it_wakes(tmp
         assert hear(pipe) == "writing"
         mh.save(tmp_path, value=torch.full((3,), 2.0), step=2)
         os.kill(pid, signal.SIGCONT)
-        assert "another job or worker saves to" in hear(pipe)
+        assert "another job or worker also saves to" in hear(pipe)
         found = mh.load(tmp_path)
         assert found["step"] == 2 and found["value"].tolist() == [2.0] * 3
         assert len(complete(tmp_path)) == 1
@@ -123,7 +123,7 @@ def test_no_other_run_comes_in_between_when_the_worker_that_saves_is_killed(
         _, two = savers.enter_context(saver(tmp_path, "first run", 2))
         assert hear(two) == "saved"
         os.kill(first, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match=r"another job saves to .* Give each job a path"):
+        with pytest.raises(RuntimeError, match=r"another job saves to .* Use a different path"):
             mh.save(tmp_path, value=3)
         two.send("again")
         assert hear(two) == "saved"
@@ -185,7 +185,7 @@ def test_a_worker_of_a_second_crew_takes_no_checkpoint_of_the_first(tmp_path, mo
         assert hear(pipe) == "saved"
         monkeypatch.setenv(_folder.RUN_VARIABLE, "second run")
         said = (
-            f"another job saves to {tmp_path}: process {pid} on .*Give each job a path of its own"
+            f"another job saves to {tmp_path}: process {pid} on .*Use a different path for each job"
         )
         with pytest.raises(RuntimeError, match=said):
             job.load(model=model)

@@ -169,5 +169,5 @@ def test_a_trial_leaves_hooks_and_replaced_methods_of_the_optimizer_alone(tmp_pa
     meta = content(checkpoint)
     meta["optimizers"][0]["groups"][0]["options"]["lr"] = "fast"
     sign(checkpoint, meta)
-    with pytest.raises(ValueError, match="AdamW cannot go on from the state of 'weight'"):
+    with pytest.raises(ValueError, match="AdamW cannot continue from the state of 'weight'"):
         mh.load(tmp_path, model=model, optimizer=optimizer)

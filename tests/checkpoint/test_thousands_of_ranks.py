@@ -75,7 +75,7 @@ def test_a_rank_that_saves_waits_for_no_other_whatever_their_number(size, fake_r
     model = sharded(size)
     seconds = []
     for number in range(1, 6):  # the first save of a run asks for the name of the folder as well
-        post = _writing.Post.of(_writing.RankGroup.of())
+        post = _writing.SaveMessages.of(_writing.RankGroup.of())
         prefix, token = post._all.prefix.rstrip("/"), f"token-{number}"
         if number == 1:
             store.inner.set(f"{prefix}/first", token)

@@ -80,7 +80,7 @@ def test_another_base_is_refused(tmp_path):
 
     run_ranks(2, save)
     with pytest.raises(
-        ValueError, match=r"'base.weight' was \(5, 5\) at the save, and is \(4, 5\)"
+        ValueError, match=r"'base.weight' is \(5, 5\) in the checkpoint and \(4, 5\)"
     ):
         mh.load(tmp_path, model=Adapted(width=4))
     without = Adapted()

@@ -212,7 +212,7 @@ def test_a_ramp_in_blocks_is_refused_and_says_what_to_do():
         cursor = mh.Cursor(torch.arange(SAMPLES), 4, optimizer=optimizer)
         next(mh.Ramp(rule, max_scale=4).over(cursor))
 
-    raises_on_ranks(2, ValueError, run, match="Give the Ramp a DataLoader")
+    raises_on_ranks(2, ValueError, run, match="Pass the Ramp a DataLoader")
 
 
 def test_a_second_cursor_on_the_same_blocks_is_refused():
@@ -220,7 +220,7 @@ def test_a_second_cursor_on_the_same_blocks_is_refused():
         _, optimizer, _cursor = make()
         mh.Cursor(torch.arange(SAMPLES), 4, optimizer=optimizer)
 
-    raises_on_ranks(2, ValueError, run, match="these blocks have a Cursor already")
+    raises_on_ranks(2, ValueError, run, match="these blocks already have a Cursor")
 
 
 # -- workers that take steps of their own ----------------------------------------------------------
@@ -272,4 +272,4 @@ def test_an_overlap_of_own_steps_is_an_error():
     def overlapping():
         make(every=mh.Seconds(4.0, first=4, least=2, own_steps=True), overlap=1)
 
-    raises_on_ranks(2, ValueError, overlapping, match="a Cursor needs overlap=0")
+    raises_on_ranks(2, ValueError, overlapping, match="needs overlap=0")

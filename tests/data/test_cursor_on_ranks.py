@@ -254,7 +254,7 @@ def test_a_batch_of_fewer_samples_than_ranks_is_refused():
         mh.Cursor(torch.arange(40), 2)
 
     raises_on_ranks(
-        3, ValueError, run, match="batch_size=2 is less than a sample for each of 3 ranks"
+        3, ValueError, run, match="batch_size=2 must be at least the number of ranks, 3"
     )
 
 
@@ -298,5 +298,5 @@ def test_a_ramp_counts_samples_while_the_batch_changes(tmp_path, monkeypatch):
 def test_a_ramp_makes_the_passes_itself():
     optimizer = mh.AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.05))
     cursor = mh.Cursor(DATA, 8, optimizer=optimizer, max_local_batch_size=4)
-    with pytest.raises(ValueError, match="make the Cursor without max_local_batch_size"):
+    with pytest.raises(ValueError, match="Create the Cursor without max_local_batch_size"):
         next(mh.Ramp(optimizer, max_scale=4).over(cursor))

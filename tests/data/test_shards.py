@@ -89,14 +89,16 @@ def test_a_run_goes_on_inside_of_a_shard():
 
 def test_a_shard_that_has_shrunk_is_told():
     cursor = mh.Cursor(Files([5], missing=2).data(), 5, collate_fn=list)
-    with pytest.raises(RuntimeError, match="shard 0 should have 5 samples, and ended after 3"):
+    with pytest.raises(RuntimeError, match="shard 0 must have 5 samples, but ended after 3"):
         next(iter(cursor))
 
 
 def test_a_position_in_other_shards_is_refused():
     state = mh.Cursor(Files([5, 3]).data(), 2).state_dict()
     other = mh.Cursor(Files([3, 5]).data(), 2)
-    with pytest.raises(ValueError, match=r"with shards=.*Make the Cursor as in that run"):
+    with pytest.raises(
+        ValueError, match=r"saved position has shards=.*Create the Cursor as in the saved run"
+    ):
         other.load_state_dict(state)
 
 

@@ -43,7 +43,7 @@ def test_a_rank_in_a_collective_ends_by_sigterm(monkeypatch):
     assert first.code == TERMINATED
     assert first.seconds < 5.0
     assert (
-        "rank 0 ends by SIGTERM: it has not called mh.stopping in 1 s, and waits in" in first.said
+        "rank 0 ends by SIGTERM: it has not called mh.stopping for 1 s, and waits in" in first.said
     )
     assert "dist.all_reduce(torch.zeros(1)) (test_hanging.py, line" in first.said
 

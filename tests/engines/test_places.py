@@ -121,7 +121,7 @@ def test_a_workers_number_comes_from_whoever_knows_it():
     ("variables", "message"),
     [
         ({**TORCHRUN, "RANK": "x"}, "RANK must be a whole number, got 'x'"),
-        ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8"),
+        ({**TORCHRUN, "RANK": "8"}, "from 0 to 7, got 8"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "without MASTER_ADDR and MASTER_PORT"),
         ({**TRAIN_JOB, "PET_NPROC_PER_NODE": "auto"}, "Start the script with torchrun"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "Pass MASTER_ADDR"),

@@ -11,5 +11,6 @@ damage.py, forge.py                       damaged checkpoints; forged checkpoint
 containers.py                             every kind of container that a model may return
 fairseq_bmuf.py, fairscale_on_cpu.py      what fairseq computes; fairscale without a GPU
 originals.py, originals.json              the names that the original libraries documented
+recorded.py, recorded_values/             values that the original libraries computed
 ending_script.py                          a script for each way in which a user's script ends
 """

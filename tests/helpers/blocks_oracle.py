@@ -3,15 +3,12 @@
 Its outer steps are formulas on lists of tensors, with nothing of the library in them.
 """
 
-import json
-from pathlib import Path
-
 import torch
 from torch.optim import SGD, Adam
 
 from helpers.ranks import run_ranks
+from helpers.recorded import recorded_values
 
-REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "bmuf_fairseq_world2.json"
 INNER = {
     "sgdm": lambda params: SGD(params, lr=0.1, momentum=0.9),
     "adam_torch": lambda params: Adam(params, lr=0.02, betas=(0.9, 0.98), eps=1e-8),
@@ -22,10 +19,6 @@ def loss_of(params, x, y):
     """Return the loss of the reference's problem: a tanh network of two layers."""
     w1, b1, w2, b2 = params
     return ((torch.tanh(x @ w1.T + b1) @ w2.T + b2 - y) ** 2).mean()
-
-
-def reference():
-    return json.loads(REFERENCE.read_text())
 
 
 def problem(table):
@@ -59,7 +52,7 @@ class Worker:
 
 def assert_fairseqs_values(wrap):
     """Check that `wrap(optimizer, **options)` repeats fairseq's recorded runs on two ranks."""
-    table = reference()
+    table = recorded_values("bmuf_fairseq_world2")
     init, data = problem(table)
 
     def all_cases():

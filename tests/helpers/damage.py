@@ -61,7 +61,7 @@ def refused(setup, harmed):
     except (ValueError, FileNotFoundError) as error:
         after = setup.held()
         same = all(torch.equal(before[name], after[name]) for name in before)
-        advised = any(word in str(error) for word in ("Load", "load", "Give", "Copy", "Restore"))
+        advised = any(word in str(error) for word in ("Load", "load", "Pass", "Copy", "Restore"))
         return same and advised, str(error)
     return False, "no error"
 

@@ -839,7 +839,7 @@ def test_a_number_of_passes_that_is_not_accelerates():
         optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
         mh.AdaScale(optimizer, num_gradients_to_accumulate=3)
 
-    raises_on_ranks(2, ValueError, make, match=r"accumulates 4 passes. Leave the argument out")
+    raises_on_ranks(2, ValueError, make, match=r"accumulates 4 passes. Omit the argument")
 
 
 def test_blocks_around_a_prepared_optimizer():
@@ -909,7 +909,7 @@ def test_accelerates_own_prepare_of_oss_warns_that_parameters_are_not_saved(rule
         return prepared(lambda accelerator, *made: accelerator.prepare(*made)), prepared(prepare)
 
     for own, ours in run_ranks(2, both):
-        assert len(own) == 1 and "save_model() leave out parameters" in own[0]
+        assert len(own) == 1 and "save_model() omit parameters" in own[0]
         assert ours == []
     assert run_ranks(1, both) == [([], [])]
 

@@ -13,7 +13,7 @@ import pytest
 from helpers.pages import ROOT, has_examples, launch, run_page
 from helpers.rays import variables_of_ray
 
-OF_THEIR_OWN = {"lightning.md"}  # test_lightning_scaling.py has the setting that it needs
+OF_THEIR_OWN = {"fabric.md", "lightning.md"}  # test_lightning.py, test_lightning_scaling.py
 PAGES = [
     page
     for folder in ("integrations", "engines")

@@ -1002,7 +1002,7 @@ def test_a_model_that_is_made_anew_gets_a_rule_and_a_ramp_of_its_own(ramp, tmp_p
         for _ in range(2):
             trainer.train()
             rule = rule_in(trainer)
-            assert ramp is None or rule._core.observer is attached.ramp
+            assert ramp is None or rule.port.observer is attached.ramp
             found.append((values(trainer), trainer.state.global_step, rule.progress))
         return found
 

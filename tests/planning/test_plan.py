@@ -824,7 +824,7 @@ def test_fully_sharded_is_chosen_where_only_it_fits():
         (deep, "adafactor", None),
         (Model, "adamw", "scale is a scalar"),
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double()), "sgd", None),
-        (mixed, "sgd", "in one wrap are torch.float32 and torch.float64"),
+        (mixed, "sgd", "one wrap would contain parameters of torch.float32 and torch.float64"),
     ],
 )
 def test_what_fully_sharded_cannot_train_is_not_chosen(build, optimizer, said):
@@ -905,7 +905,7 @@ def test_sizes_are_written_with_three_digits(size):
         ({"network": "1Gbit", "latency": "1s"}, ValueError, "latency must be a finite number"),
         ({"rule": "AdaScala"}, ValueError, "rule must be one of 'AdaScale', 'AdamScale', .*, got"),
         ({"model": 3}, TypeError, "torch.nn.Module, or a function"),
-        ({"model": lambda: 3}, TypeError, "a function of one, got 3"),
+        ({"model": lambda: 3}, TypeError, "a function that returns one, got 3"),
         ({"optimizer": "adamm"}, ValueError, "one of 'adadelta', .*'adam', .*got 'adamm'"),
         ({"optimizer": 3}, TypeError, "a name, a class or"),
         ({"momentum": 0.9}, ValueError, "unexpected keyword argument 'momentum'"),
@@ -924,7 +924,7 @@ def test_an_optimizer_of_other_parameters_is_named():
     model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match=r"2 parameter\(s\) that are not in the model"):
         mh.plan(model, torch.optim.SGD(nn.Linear(3, 3).parameters()))
-    with pytest.raises(ValueError, match="must be in one optimizer: look at bias"):
+    with pytest.raises(ValueError, match=r"must be in exactly one optimizer\. Check bias"):
         mh.plan(model, torch.optim.SGD([model.weight]))
 
 

@@ -280,7 +280,7 @@ class WithHook(nn.Linear):
         (WithEmpty, torch.optim.SGD, "more has no elements"),
         (WithHook, torch.optim.SGD, "bias has hooks"),
         (lambda: nn.Embedding(5, 4, sparse=True), torch.optim.SGD, "has sparse gradients"),
-        (lambda: nn.Linear(4, 4), fused(torch.optim.SGD), "fused SGD does not.*Leave out fused"),
+        (lambda: nn.Linear(4, 4), fused(torch.optim.SGD), "fused SGD does not.*Omit fused"),
         (lambda: nn.Linear(4, 4), fused(torch.optim.Adagrad), "fused Adagrad does not"),
         (lambda: nn.Linear(4, 4), torch.optim.LBFGS, "the state of LBFGS"),
         (lambda: nn.Linear(4, 4), torch.optim.SparseAdam, "the state of SparseAdam"),
@@ -392,18 +392,18 @@ MISTAKES = [
         "0.weight is (in a|sharded) .* already",
     ),
     ({"optimizer": 3}, TypeError, "torch.optim.Optimizer or a list of them, got int"),
-    ({"optimizer": lambda _: []}, ValueError, "must be in one optimizer"),
+    ({"optimizer": lambda _: []}, ValueError, "must be in exactly one optimizer"),
     ({"optimizer": lambda m: mh.AdaScale(sgd(m))}, TypeError, "plain .*, got AdaScale"),
     ({"optimizer": lambda m: mh.OSS(m.parameters(), lr=0.1)}, TypeError, "plain .*, got OSS"),
     ({"optimizer": used}, ValueError, "has taken steps"),
     ({"optimizer": scheduled}, ValueError, "has a scheduler or a step hook"),
     ({"optimizer": lambda _: sgd(new_model())}, ValueError, "that are not in the model"),
-    ({"optimizer": lambda m: [sgd(m), adamw(m)]}, ValueError, "look at 0.weight, "),
+    ({"optimizer": lambda m: [sgd(m), adamw(m)]}, ValueError, "Check 0.weight, "),
     ({"optimizer": Forgetful}, ValueError, r"does not keep \['factor'\] in its defaults"),
     (
         {"optimizer": lambda m: torch.optim.SGD(m[0].parameters(), lr=0.1)},
         ValueError,
-        "one optimizer: look at 2.weight, .*Give a list",
+        "one optimizer. Check 2.weight, .*Pass a list",
     ),
 ]
 
@@ -563,7 +563,7 @@ def test_a_state_that_one_rank_saved_alone_is_noticed_and_loads_on_no_other(
         return ""
 
     first, second = run_ranks(2, alone)
-    assert len(first) == 1 and "loads on no other. Save with mh.save(" in first[0]
+    assert len(first) == 1 and "loads on no other rank. Save with mh.save(" in first[0]
     assert not second
     first, second = run_ranks(2, resume)
     assert not first  # it is its own
@@ -620,7 +620,7 @@ def test_a_shard_of_level_3_is_refused_where_parameters_are_whole(tmp_path):
 
     run_ranks(2, lambda: saved_by(2, tmp_path) and None)
     for level, workers in ((1, 2), (2, 2), (2, 1), (3, 1)):
-        says = "shard of rank 1 of 2.*parameters are whole.*mh.save"
+        says = "shard of rank 1 of 2.*parameters are not sharded.*mh.save"
         raises_on_ranks(workers, ValueError, lambda level=level: at(level), match=says)
 
 
@@ -638,7 +638,7 @@ def test_a_state_dict_of_one_rank_names_save_first(level):
 
     message = run_ranks(2, alone)[0]
     assert 0 < message.index("mh.save(") < message.index("consolidate_state_dict()")
-    assert "gather_state=True of OSS or mh.shard" in message
+    assert "gather_state=True to OSS or mh.shard" in message
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -398,5 +398,5 @@ def test_mistakes_are_errors_that_say_what_to_do():
             next(iter(loader))
     rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
     ramp = mh.Ramp(rule, 8, loader=loader)
-    with pytest.raises(ValueError, match="another AdaptiveDataLoader"):
+    with pytest.raises(ValueError, match="already has an AdaptiveDataLoader"):
         next(ramp.over(adaptdl.AdaptiveDataLoader(data, 8)))

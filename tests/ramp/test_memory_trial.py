@@ -95,9 +95,9 @@ def test_the_rank_with_the_least_memory_decides():
 @pytest.mark.quick
 def test_mistakes_are_errors_that_say_what_to_do():
     model = make_model()
-    with pytest.raises(ValueError, match=r'needed on a CPU, such as memory="6 GiB"'):
+    with pytest.raises(ValueError, match=r'required on a CPU, such as memory="6 GiB"'):
         mh.largest_micro_batch(model, loss, EXAMPLE, most=16)
-    with pytest.raises(ValueError, match=r"not even the example's 2 sample.s. fit.*mh.plan"):
+    with pytest.raises(ValueError, match=r"the example's 2 sample.s. do not fit.*mh.plan"):
         mh.largest_micro_batch(model, Memory(0), EXAMPLE, most=16, memory="1 GiB")
     with pytest.raises(ValueError, match="at least 2, got 0"):
         mh.largest_micro_batch(model, loss, EXAMPLE, most=0, memory="1 GiB")

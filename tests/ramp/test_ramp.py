@@ -492,7 +492,7 @@ def test_micro_batches_of_different_sizes_are_averaged_over_their_tokens(clock):
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.noise.measured and ramp.passes == 8
-    with pytest.raises(RuntimeError, match=r"over\(loader, count="):
+    with pytest.raises(RuntimeError, match=r"pass count= to ramp.over"):
         next(ramp.over(loader)).mean(torch.ones(()))
 
 
@@ -502,7 +502,7 @@ def test_mistakes_are_errors_that_say_what_to_do(clock):
     with pytest.raises(TypeError, match=r"under a scaling rule, got SGD.*mh.AdaScale"):
         mh.Ramp(plain, 64)
     optimizer = mh.AdaScale(plain, num_gradients_to_accumulate=4)
-    with pytest.raises(ValueError, match="max_scale=2 is below the present scale of 4"):
+    with pytest.raises(ValueError, match="max_scale=2 is below the current scale of 4"):
         mh.Ramp(optimizer, 2)
     for wrong in (
         {"goal": "money"},
@@ -514,7 +514,7 @@ def test_mistakes_are_errors_that_say_what_to_do(clock):
     with pytest.raises(TypeError, match=r"model=Linear has no no_sync"):
         mh.Ramp(optimizer, 64, model=model)
     mh.Ramp(optimizer, 64)
-    with pytest.raises(ValueError, match="has a Ramp already"):
+    with pytest.raises(ValueError, match="already has a Ramp"):
         mh.Ramp(optimizer, 64)
 
 
@@ -585,7 +585,7 @@ def test_two_loops_at_the_same_time_are_an_error(clock, kind):
     outer = ramp.over(data)
     next(outer)
     assert len(train(clock, model, optimizer, ramp, loader[:8])) > 0
-    with pytest.raises(RuntimeError, match="another loop over this Ramp has begun since"):
+    with pytest.raises(RuntimeError, match="another loop over this Ramp has started"):
         next(outer)
     if kind == "cursor":
         assert data.epoch == 0

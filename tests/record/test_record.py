@@ -396,7 +396,7 @@ def test_a_run_of_weights_and_biases_gets_all_numbers_of_a_step_at_once(tmp_path
 
 
 def test_a_writer_without_a_method_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"add_scalar or log, and \[\] has none"):
+    with pytest.raises(TypeError, match=r"add_scalar or log, and \[\] has neither"):
         Record(tmp_path / "a.jsonl", writer=[])
 
 

@@ -68,7 +68,7 @@ def test_a_worker_that_was_killed_has_died(path):
     while state_of(path).state != "died":  # a zombie has died, too
         assert time.monotonic() < until
     os.waitpid(child, 0)
-    assert state_of(path).text == "the process has ended, and the record was not closed"
+    assert state_of(path).text == "the process has ended without closing the record"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_worker_is_silent_after_30_seconds_and_ten_usual_times(path, gap, sile
     assert state_of(path, changed + silent_from - 1).state == "running"
     worker = state_of(path, changed + silent_from + 1)
     assert (worker.state, worker.age) == ("silent", pytest.approx(silent_from + 1))
-    assert worker.text == said + "the process cannot be seen from this machine"
+    assert worker.text == said + "the process is not visible from this machine"
 
 
 def test_a_worker_without_two_lines_is_silent_after_30_seconds(path):

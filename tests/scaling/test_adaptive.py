@@ -305,7 +305,7 @@ def repr_after_loading(state):
 def test_legw_before_its_batch_is_known():
     for unbound in (mh.LEGWScale(2, 24), mh.LEGWScale(2, 24, batch_size=None)):
         for ask in (lambda rule: rule.batch_size, lambda rule: rule.scale_lr(4.0)):
-            with pytest.raises(RuntimeError, match="not known before the first step"):
+            with pytest.raises(RuntimeError, match="unknown before the first step"):
                 ask(unbound)
     assert mh.LEGWScale(2, 24, batch_size=3).scale_lr(4.0) == 0.0
 
@@ -331,7 +331,7 @@ def step_of_no_tensor():
 
 
 def test_legw_without_a_tensor_among_the_inputs():
-    raises_on_ranks(2, RuntimeError, step_of_no_tensor, match="no tensor came into the model")
+    raises_on_ranks(2, RuntimeError, step_of_no_tensor, match="the model received no tensor")
 
 
 def adaptive(rule=None, inner=None, **options):

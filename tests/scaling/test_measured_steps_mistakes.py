@@ -108,7 +108,7 @@ def test_an_observer_is_given_no_reports_of_an_earlier_step():
         listener = Listener()
         for _, optimizer in train("AdaScale", 1, steps=SETTLED + 5):
             if optimizer.snapshot()["step"] == SETTLED + 2:
-                optimizer._core.observer = listener
+                optimizer.port.observer = listener
         return listener.heard
 
     assert run_ranks(2, go) == [[2, 2, 2]] * 2
@@ -233,7 +233,7 @@ def one_rank_makes_a_mistake(what, at):
     "scale-different scale: rank 0: 2; rank 1: 3-10",
     "scale-different scale: rank 0: 2; rank 1: 3-12",
     "passes-rank 1: set_num_gradients_to_accumulate\\\\(\\\\)-12",
-    "a Ramp-Is there a Ramp on some workers only-12",
+    "a Ramp-Use a Ramp on all workers or on none-12",
 )
 @pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def one_rank_makes_a_mistake(what, at):
         ("a state", "Load the state dict on every worker"),
         ("scale", "different scale: rank 0: 2; rank 1: 3"),
         ("passes", r"rank 1: set_num_gradients_to_accumulate\(\)"),
-        ("a Ramp", "Is there a Ramp on some workers only"),
+        ("a Ramp", "Use a Ramp on all workers or on none"),
     ],
 )
 def test_ranks_that_have_come_to_disagree_all_raise_at_the_next_step(what, message, at):
@@ -255,7 +255,7 @@ def test_ranks_that_have_come_to_disagree_all_raise_at_the_next_step(what, messa
 
 @pytest.mark.sample(
     "an extra pass-this is backward pass 2 since the last step-10",
-    "a pass too few-step\\\\(\\\\) after 1 of 2 backward passes|which is this one-11",
+    "a pass too few-step\\\\(\\\\) after 1 of 2 backward passes|which is this rank-11",
     "no_sync-no_sync-12",
 )
 @pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
@@ -263,7 +263,7 @@ def test_ranks_that_have_come_to_disagree_all_raise_at_the_next_step(what, messa
     ("what", "message"),
     [
         ("an extra pass", "this is backward pass 2 since the last step"),
-        ("a pass too few", r"step\(\) after 1 of 2 backward passes|which is this one"),
+        ("a pass too few", r"step\(\) after 1 of 2 backward passes|which is this rank"),
         ("no_sync", "no_sync"),
     ],
 )

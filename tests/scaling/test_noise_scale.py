@@ -207,7 +207,7 @@ def steps_too_early():
     x, y = make_batches(1, 2)
     loss_of(wrapped, x[0, dist.get_rank()], y[0, dist.get_rank()]).backward()
     optimizer.step()
-    with pytest.warns(UserWarning, match=r"leaves a step out: step\(\) after 1 of 2 backward"):
+    with pytest.warns(UserWarning, match=r"skips a step: step\(\) after 1 of 2 backward"):
         return noise.steps
 
 
@@ -216,7 +216,7 @@ def test_a_step_before_all_passes_is_left_out_with_a_warning():
     model = Known()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     noise = mh.NoiseScale(optimizer, num_gradients_to_accumulate=4)
-    with pytest.warns(UserWarning, match=r"leaves a step out: step\(\) after 3 of 4") as warned:
+    with pytest.warns(UserWarning, match=r"skips a step: step\(\) after 3 of 4") as warned:
         for _ in range(3):
             for _ in range(3):
                 model(4).backward()

@@ -483,7 +483,7 @@ def test_a_schedule_driven_by_progress_finds_the_rule_and_needs_one():
     inner = torch.optim.SGD(make_model().parameters(), lr=0.1)
     cosine = schedulers.CosineAnnealingLR(inner, T_max=10)
     for optimizer in (inner, inner.param_groups):
-        with pytest.raises(TypeError, match="needs an optimizer under a scaling rule"):
+        with pytest.raises(TypeError, match="requires an optimizer with a scaling rule"):
             mh.ProgressScheduler(cosine, optimizer)
     rule = mh.AdaScale(inner)
     rule.set_progress(7.0)

@@ -1,13 +1,6 @@
-"""Our numbers beside the originals', case by case, from tables recorded by running them.
+"""Compare scaling rules with values that were recorded from adaptdl and fairscale."""
 
-The tables are not part of the project; without them these tests are skipped. What must always
-be checked stands in the other tests as hand-worked cases.
-"""
-
-import json
 import math
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +9,7 @@ from torch import nn
 
 import manyhands as mh
 from helpers.ranks import run_ranks
+from helpers.recorded import recorded_values
 from manyhands import adaptdl
 from manyhands.scaling import _noise
 from manyhands.scaling._noise import (
@@ -27,17 +21,8 @@ from manyhands.scaling._noise import (
 )
 from manyhands.scaling._rules import legw_factor
 
-FOLDER = Path(
-    os.environ.get("MANYHANDS_REFERENCE", Path(__file__).parents[3] / "shared" / "reference")
-)
-if not FOLDER.is_dir():
-    pytest.skip(
-        f"the originals' recorded values are not at {FOLDER} (set MANYHANDS_REFERENCE)",
-        allow_module_level=True,
-    )
-
-NOISE = json.loads((FOLDER / "noise_and_gain.json").read_text())
-RULES = json.loads((FOLDER / "rules.json").read_text())
+NOISE = recorded_values("noise_and_gain")
+RULES = recorded_values("rules")
 CASES = {case["name"]: case for case in NOISE["inputs"]}
 
 

@@ -244,5 +244,5 @@ def wrong_counts_on_rank_1():
 
 def test_a_mistake_of_one_rank_is_an_error_on_every_rank():
     first, second = run_ranks(2, wrong_counts_on_rank_1)
-    assert first == "the counts of rank 1 are wrong: its error says why."
+    assert first == "rank 1 has invalid counts; its error gives the reason."
     assert "at least 0 for each micro-batch, got [-1]" in second

@@ -92,7 +92,7 @@ def test_what_is_known_of_torchs_optimizers_is_what_a_trial_says(kind):
 def test_optimizers_that_need_whole_tensors(kind):
     assert choose_layout(kind, None, [{}]) == "whole"
     assert not may_be_cut(kind, [{}])
-    with pytest.raises(ValueError, match=f"{kind.__name__} looks at whole ones"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} needs whole parameters"):
         choose_layout(kind, "even", [{}])
 
 
@@ -100,7 +100,7 @@ def test_ones_own_optimizer_keeps_whole_parameters_and_is_tried_if_they_are_to_b
     for kind, options in ((SignSGD, {"lr": 0.5}), (MyAdamW, {"lr": 0.1, "weight_decay": 0.1})):
         assert choose_layout(kind, None, [options]) == "whole"
         assert choose_layout(kind, "even", [options]) == "even"
-    with pytest.raises(ValueError, match="Centralised looks at whole ones"):
+    with pytest.raises(ValueError, match="Centralised needs whole parameters"):
         choose_layout(Centralised, "even", [{"lr": 0.1}])
 
 
@@ -121,7 +121,7 @@ def test_an_optimizer_that_takes_no_toys_leaves_parameters_whole():
 
 @pytest.mark.parametrize("kind", [optim.LBFGS, NormalisedTogether])
 def test_an_optimizer_that_couples_parameters_is_an_error(kind):
-    with pytest.raises(ValueError, match=f"{kind.__name__} looks at all parameters together"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} combines all parameters in a step"):
         choose_layout(kind, None, [{}])
 
 

@@ -238,13 +238,13 @@ def test_ramp_takes_the_steps_that_it_takes_under_ddp():
             "mesh_dim_names=",
             lambda m, o: mh.FSDP(m, process_group=init_device_mesh("cpu", (2, 2))),
         ),
-        ("other ranks", lambda m, o: mh.FSDP(nn.Sequential(mh.FSDP(m)), mesh_of(2, 2))),
+        ("different ranks", lambda m, o: mh.FSDP(nn.Sequential(mh.FSDP(m)), mesh_of(2, 2))),
         (
-            "other ranks",
+            "different ranks",
             lambda m, o: mh.FSDP(nn.Sequential(mh.FSDP(m, mesh_of(1, 4))), mesh_of(2, 2)),
         ),
         (
-            "the mesh is for cpu, and the module computes on cuda",
+            "the mesh is for cpu, but the module computes on cuda",
             lambda m, o: mh.FSDP(
                 m, init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), compute_device="cuda"
             ),

@@ -28,7 +28,7 @@ from helpers.sharding_oracle import (
     train,
     train_alone,
 )
-from manyhands._ranks.groups import RollCall
+from manyhands._ranks.presence import RollCall
 
 
 class WithWide(nn.Module):
@@ -175,14 +175,14 @@ def test_a_state_dict_of_some_time_ago_is_an_error():
             optimizer.state_dict()
             optimizer.state_dict()
         else:
-            with pytest.raises(RuntimeError, match=r"consolidate_state_dict\(\) on every worker"):
+            with pytest.raises(RuntimeError, match=r"consolidate_state_dict\(\) on every rank"):
                 optimizer.state_dict()
         optimizer.consolidate_state_dict(-1)
         loss_of(wrapped, torch.ones(2, 5).double(), torch.ones(2, 3).double()).backward()
         optimizer.step()
         optimizer.state_dict()
 
-    raises_on_ranks(2, RuntimeError, run, match=r"consolidate_state_dict\(\) on every worker")
+    raises_on_ranks(2, RuntimeError, run, match=r"consolidate_state_dict\(\) on every rank")
 
 
 def test_a_recipient_that_is_no_rank_is_an_error():
@@ -211,7 +211,7 @@ def test_an_optimizer_that_begins_with_state_has_to_be_collected():
     def run():
         mh.OSS(make_model().parameters(), optim=Adagrad, lr=0.01).state_dict()
 
-    raises_on_ranks(2, RuntimeError, run, match=r"consolidate_state_dict\(\) on every worker")
+    raises_on_ranks(2, RuntimeError, run, match=r"consolidate_state_dict\(\) on every rank")
 
 
 def test_a_state_that_gathers_itself_where_every_rank_calls():

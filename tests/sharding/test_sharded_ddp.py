@@ -758,7 +758,7 @@ def test_thawing_warns_unless_told_not_to():
             x = torch.ones(2, 5).double()
             model(x)
             module[0].requires_grad_(True)
-            catch = pytest.warns(UserWarning, match="frozen or have thawed")
+            catch = pytest.warns(UserWarning, match="frozen or unfrozen")
             with contextlib.nullcontext() if options else catch:
                 model(x).sum().backward()
             said.append([int(p.grad is not None) for p in module.parameters()])

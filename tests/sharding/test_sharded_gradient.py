@@ -22,7 +22,7 @@ from helpers.sharding_oracle import (
     oss,
     wrap,
 )
-from manyhands._ranks.groups import RollCall
+from manyhands._ranks.presence import RollCall
 
 
 def after_backward(way=AROUND_OSS[1], kind=AdamW, *, model=make_model, passes=1, **options):

@@ -186,16 +186,16 @@ MISTAKES = {
     inside_ddp: (RuntimeError, "inside DistributedDataParallel"),
     around_ddp: (TypeError, "contains a DistributedDataParallel already"),
     around_itself: (TypeError, "contains a ShardedDataParallel already"),
-    one_optimizer_twice: (RuntimeError, "another ShardedDataParallel already"),
+    one_optimizer_twice: (RuntimeError, "already belongs to a ShardedDataParallel"),
     one_optimizer_for_two_models: (ValueError, "that are not in the module"),
     of_a_copy: (ValueError, r"6 parameter\(s\) of the module are in no optimizer \['0.weight"),
     of_some_layers: (ValueError, r"4 parameter\(s\) of the module are in no optimizer"),
     plain_optimizer: (TypeError, "needs the model's manyhands.OSS, got SGD"),
     plain_optimizer_in_a_list: (TypeError, "needs the model's manyhands.OSS, got SGD"),
     no_optimizer: (ValueError, "at least one optimizer"),
-    another_group: (ValueError, "process group is not the optimizer's"),
+    another_group: (ValueError, "process group differs from the optimizer's"),
     optimizers_of_different_groups: (ValueError, "group"),
-    another_buffer_size_too_late: (ValueError, "has state already"),
+    another_buffer_size_too_late: (ValueError, "already has state"),
     a_negative_buffer_size: (ValueError, "reduce_buffer_size must be a whole number of at least 0"),
 }
 
@@ -231,9 +231,9 @@ def test_most_mistakes_are_errors_with_one_worker_too():
 
 
 ARGUMENTS = [
-    ({"kind": Lamb, "layout": "even"}, ValueError, r'Lamb looks at whole ones.*layout="whole"'),
-    ({"kind": Muon, "layout": "even"}, ValueError, r'Muon looks at whole ones.*layout="whole"'),
-    ({"kind": LBFGS}, ValueError, "LBFGS looks at all parameters together"),
+    ({"kind": Lamb, "layout": "even"}, ValueError, r'Lamb needs whole parameters.*layout="whole"'),
+    ({"kind": Muon, "layout": "even"}, ValueError, r'Muon needs whole parameters.*layout="whole"'),
+    ({"kind": LBFGS}, ValueError, "LBFGS combines all parameters in a step"),
     ({"kind": AdamW, "layout": "flat"}, ValueError, "layout must be one of None, 'even', 'whole'"),
     ({"kind": "AdamW"}, TypeError, "must be an optimizer class"),
     ({"kind": nn.Linear}, TypeError, "must be an optimizer class"),
@@ -260,7 +260,7 @@ def test_an_instance_for_the_class():
         params = list(make_model().parameters())
         mh.OSS(params, SGD(params, lr=0.1))
 
-    raises_on_ranks(2, TypeError, run, match=r"made already.*optim=SGD, lr=")
+    raises_on_ranks(2, TypeError, run, match=r"an optimizer instance.*optim=SGD, lr=")
 
 
 def test_a_parameter_in_two_groups():
@@ -445,8 +445,8 @@ def test_a_rank_that_skips_a_step_alone_after_an_exception_is_an_error_everywher
     here, there = run_ranks(2, steps_of_a_loop_that_catches, fails, [1], size)
     assert [(step, kind) for step, kind, _ in here] == [(2, "RuntimeError")]
     assert [(step, kind) for step, kind, _ in there] == [(2, "ValueError"), (3, "RuntimeError")]
-    assert "on another rank, which went on" in here[0][2]
-    assert "on this rank, which went on" in there[1][2]
+    assert "on another rank, and the rank continued" in here[0][2]
+    assert "on this rank, and the rank continued" in there[1][2]
 
 
 @pytest.mark.parametrize("size", [1000, 10])  # one bucket, several

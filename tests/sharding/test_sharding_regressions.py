@@ -197,7 +197,7 @@ def test_state_that_cannot_be_collected_is_an_error_everywhere():
         optimizer.step()
         optimizer.consolidate_state_dict()
 
-    raises_on_ranks(2, TypeError, run, match="Lists keeps a list as 'history'")
+    raises_on_ranks(2, TypeError, run, match="in Lists has a list as 'history'")
 
 
 @pytest.mark.parametrize("option", ["layout", "bucket_size", "broadcast_fp16", "reduce_dtype"])

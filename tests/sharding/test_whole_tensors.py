@@ -318,12 +318,12 @@ MISTAKES = {
     "unsharded": (
         lambda _: step_alike(nn.Linear(4, 4, bias=False)),
         TypeError,
-        r"one of shape \(4, 4\) is not. Wrap the model first",
+        r"a parameter of shape \(4, 4\) is not. Wrap the model first",
     ),
     "coupled parameters": (
         lambda model: step_alike(model, optim=torch.optim.LBFGS),
         ValueError,
-        "LBFGS looks at all parameters together",
+        "LBFGS combines all parameters in a step",
     ),
     "other rates": (
         lambda model: step_alike(model, lr=0.1 + dist.get_rank()),

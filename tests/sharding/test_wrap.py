@@ -504,7 +504,7 @@ def test_batch_norms_may_be_marked_only():
 
 def test_batch_norms_that_are_marked_already_are_an_error_unless_allowed():
     model = fairscale.auto_wrap_bn(convolutions(), wrap_it=False)
-    with pytest.raises(ValueError, match="has a wrapper_config already"):
+    with pytest.raises(ValueError, match="already has a wrapper_config"):
         fairscale.auto_wrap_bn(model)
     with fairscale.enable_wrap(wrapper_cls=Box):
         assert boxed(fairscale.auto_wrap_bn(model, assert_on_collision=False)) == ["1", "2.0"]

@@ -158,7 +158,7 @@ def test_missing_and_unexpected_names_are_said_as_torch_does(level, tmp_path):
     for message in raises_on_ranks(2, RuntimeError, load):
         for line in str(theirs.value).splitlines()[1:3]:
             assert line in message
-        assert "size mismatch for last.bias: the source has (4,), and the model (3,)" in message
+        assert "size mismatch for last.bias: (4,) in the source and (3,) here" in message
 
     state["last.bias"] = torch.zeros(3)
     torch.save(state, tmp_path / "other.pt")
@@ -223,11 +223,11 @@ def wrong_files(folder):
     torch.save({"weight": torch.ones(2), "x": Danger()}, folder / "pickle.pt")
     yield "pickle.pt", "Weights only load failed"
     (folder / "empty.bin").write_bytes(b"")
-    yield "empty.bin", "no file of weights"
+    yield "empty.bin", "not a readable file of weights"
     save_file({"weight": torch.ones(2)}, folder / "cut.safetensors")
     data = (folder / "cut.safetensors").read_bytes()
     (folder / "cut.safetensors").write_bytes(data[:-1])
-    yield "cut.safetensors", "not where it should be"
+    yield "cut.safetensors", "has an invalid position"
     (folder / "head.safetensors").write_bytes((10**9).to_bytes(8, "little") + b"{}")
     yield "head.safetensors", "header is longer than the file"
     text = json.dumps({"weight": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
@@ -236,12 +236,12 @@ def wrong_files(folder):
     torch.save({"model": {"weight": torch.ones(2)}, "step": 1}, folder / "nested.pt")
     yield "nested.pt", "has no tensors, but 'model'"
     torch.save([torch.ones(2)], folder / "list.pt")
-    yield "list.pt", "holds a list"
+    yield "list.pt", "must contain a state dict, got a list"
     (folder / "index").mkdir()
     (folder / "index" / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"weight": "../cut.safetensors"}})
     )
-    yield "index", "no index of weights"
+    yield "index", "is not an index of weights"
     (folder / "nothing").mkdir()
     yield "nothing", "has none of model.safetensors"
     yield "nowhere", "huggingface_hub.snapshot_download"
@@ -282,12 +282,14 @@ def test_a_model_on_meta_is_not_left_without_values():
     model = Model(1)
     state = dict(model.state_dict())
     every = model.to("meta")
-    with pytest.raises(RuntimeError, match=r"'scratch' of the model: on the meta device, and not"):
+    with pytest.raises(
+        RuntimeError, match=r"'scratch' of the model are on the meta device and not"
+    ):
         mh.load_weights(every, state)
     del state["last.bias"]
     with pytest.raises(RuntimeError, match=r"'last.bias' of the model"):
         mh.load_weights(on_meta(), state, strict=False)
-    with pytest.raises(ValueError, match="on the meta device, without memory"):
+    with pytest.raises(ValueError, match=r"have no memory \(meta device\)"):
         mh.save_weights(on_meta(), "nowhere")
 
 

@@ -1,12 +1,11 @@
-"""Find our integration with the library that an object comes from.
+"""Find our integration for an object of another library.
 
-A training loop of another library puts a wrapper around an optimizer, and a rule, a `NoiseScale` or
-blocks are put around that, or are inside it. What such a loop does is known in the module of
-`manyhands.integrations` that has the name of the library's package. It is imported when an object
-of that package is met:
+Our rules, `NoiseScale` and blocks can be inside or outside a trainer's optimizer wrapper. A module
+of `manyhands.integrations`, named after the trainer's package, describes the trainer. It is
+imported when an object of this package is found:
 
     describe(optimizer)    returns a `PreparedOptimizer`; None if the library has not prepared it
-    take_back(step)        undoes what the library's own `step` has noted: it was skipped
+    take_back(step)        reverts the effects of the library's own `step` after a skipped step
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ INTEGRATIONS = "manyhands.integrations"
 
 @dataclass(frozen=True)
 class PreparedOptimizer:
-    """An optimizer that another library's loop has prepared, as our integration describes it.
+    """An optimizer prepared by another library's loop, as described by our integration.
 
-    The loop calls `step()` and `zero_grad()` in every pass, and the optimizer ignores these calls,
-    except after the step's last pass.
+    The loop calls `step()` and `zero_grad()` after every pass. The optimizer ignores these calls
+    except after the last pass of a step.
     """
 
     optimizer: Optimizer
     loop: Any  # an `Accumulation` (`scaling/_settings.py`)
     scaler: LossScaler | None = None
-    unseen: str | None = None  # how ranks share gradients, if those of one rank cannot be seen
+    unseen: str | None = None  # the sharing of gradients, if it hides the gradients of a rank
 
 
 def find_prepared(optimizer: Optimizer) -> PreparedOptimizer | None:
-    """Return what is known of this optimizer or one inside it, if another library prepared it."""
+    """Return the description of this optimizer or an inner one, or None."""
     for layer in unwrap(optimizer, every_layer=True):
         for kind in type(layer).__mro__:
             integration = _integration_of(kind)
@@ -51,7 +50,7 @@ def find_prepared(optimizer: Optimizer) -> PreparedOptimizer | None:
 
 
 def report_skip(optimizer: Optimizer) -> None:
-    """Let a library that replaced this optimizer's `step` know that the step was skipped."""
+    """Notify the library that replaced this optimizer's `step` of a skipped step."""
     step = optimizer.__dict__.get("step")
     integration = _integration_of(step)
     if integration is not None:
@@ -59,7 +58,7 @@ def report_skip(optimizer: Optimizer) -> None:
 
 
 def advice(about: str) -> str:
-    """Return what to do about a mistake in the libraries that this process uses."""
+    """Return remedies for a mistake, for the libraries in use in this process."""
     advice = ""
     for package, text in import_module(INTEGRATIONS).ADVICE[about].items():
         if package in sys.modules:
@@ -68,7 +67,6 @@ def advice(about: str) -> str:
 
 
 def _integration_of(made: object) -> Any:
-    """Return our integration with the library that a class or function is from; None without."""
     package = str(getattr(made, "__module__", "")).partition(".")[0]
     if package not in import_module(INTEGRATIONS).PREPARES:
         return None

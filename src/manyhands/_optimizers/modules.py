@@ -1,11 +1,11 @@
-"""Find the modules around a model, and the modules of a parameter.
+"""Find the wrappers of a model and the modules of a parameter.
 
-Wrappers add a name to the names of a model's parameters: `module.` (data
-parallelism), `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP),
-`_checkpoint_wrapped_module.` (activation checkpointing). The plain model has none of them.
+Wrappers insert a name into the names of a model's parameters: `module.` (data parallelism),
+`_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP), `_checkpoint_wrapped_module.`
+(activation checkpointing). The plain model has none of these names.
 
-An optimizer does not know its modules. What needs them searches Python's garbage collector, which
-is slow: at construction, or when an error is likely.
+Searches for the modules of an optimizer use the garbage collector, which is slow. They take place
+at construction or for a likely error.
 """
 
 from __future__ import annotations
@@ -25,40 +25,38 @@ from manyhands._optimizers.foreign import advice
 from manyhands._optimizers.uneven import refuse_join
 from manyhands._optimizers.wrappers import YieldingProperty
 
-INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
-CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper takes it out of its state dict
+INNER = "_fsdp_wrapped_module"  # torch's tools remove this name from names of parameters
+CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper removes this name in state dicts
 
-# No user's module has these names, so they are left out wherever they occur. `module` may be a
-# user's name as well, and is left out only below the classes of wrappers.
+# No user's module has these names. `module` can be a user's name.
 WRAPPER_NAMES = ("_orig_mod", CHECKPOINTED, INNER)
 TORCH_WRAPPERS = (DistributedDataParallel, nn.DataParallel)
-NAMED = 4  # tensors that a message names
+NAMED = 4
 
 
 class ModuleWrapper(nn.Module):
-    """Base class of our modules around a model. It does not change names in the model."""
+    """Base class of our modules around a model. Subclasses preserve the model's names."""
 
-    inner_name: ClassVar[str] = "module"  # of the model, among this module's children
-    averages_gradients: ClassVar[bool] = False  # of the whole parameters, as DDP does
+    inner_name: ClassVar[str] = "module"  # name of the model among this module's children
+    averages_gradients: ClassVar[bool] = False  # of full parameters, as DDP does
 
     @YieldingProperty
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Refuse `DistributedDataParallel`, which asks for this before its first collective."""
-        asks = sys._getframe(2).f_locals.get("self")  # copy, compilers and users ask, too
+        """Reject `DistributedDataParallel`, which reads this before any collective."""
+        asks = sys._getframe(2).f_locals.get("self")  # copy, compilers and users may read it too
         if isinstance(asks, DistributedDataParallel) and dist.get_world_size() > 1:
             raise inside_ddp(self)
-        raise AttributeError("only DistributedDataParallel is refused")
+        raise AttributeError("only DistributedDataParallel is rejected")
 
     def join_hook(self, **kwargs: object) -> NoReturn:
-        """Refuse torch's `Join`, which calls this when it is made."""
+        """Reject torch's `Join`, which calls this method on entry."""
         raise refuse_join(type(self).__name__)
 
     def check_can_save(self, model: nn.Module) -> None:
-        """Raise if a checkpoint could not hold the parameters of `model`, which has this inside."""
+        """Raise if a checkpoint cannot save `model`, which contains this module."""
 
 
 def inside_ddp(module: nn.Module) -> RuntimeError:
-    """Return the error for a module that averages gradients itself."""
     return RuntimeError(
         f"{type(module).__name__} is inside DistributedDataParallel, so gradients would be averaged"
         f" twice. Use one of the two.{advice('no DDP')}"
@@ -66,7 +64,7 @@ def inside_ddp(module: nn.Module) -> RuntimeError:
 
 
 def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module with its plain prefix; a shared module comes once for each of its names."""
+    """Yield each module with the plain prefix; shared modules under each name."""
     yield prefix, module
     left_out: tuple[str, ...] = WRAPPER_NAMES
     if isinstance(module, ModuleWrapper):
@@ -81,14 +79,13 @@ def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
 
 
 def plain_name(name: str, wrappers: tuple[str, ...] = (CHECKPOINTED, INNER)) -> str:
-    """Return the name of a parameter without the names of these wrappers."""
     for wrapper in wrappers:
         name = name.replace(f"{wrapper}.", "")
     return name
 
 
 def check_not_averaged_inside(module: nn.Module) -> None:
-    """Raise a TypeError if a module that averages gradients is inside, or if it is no module."""
+    """Raise a TypeError if a module inside averages gradients, or for another object."""
     for inside in instance("module", module, nn.Module, "a torch.nn.Module").modules():
         ours = isinstance(inside, ModuleWrapper) and inside.averages_gradients
         if ours or isinstance(inside, DistributedDataParallel):
@@ -99,7 +96,6 @@ def check_not_averaged_inside(module: nn.Module) -> None:
 
 
 def check_has_memory(module: nn.Module) -> None:
-    """Raise a RuntimeError if tensors are on the meta device, where nothing can be trained."""
     on_meta = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
@@ -109,20 +105,20 @@ def check_has_memory(module: nn.Module) -> None:
         if len(on_meta) > NAMED:
             named += f" and {len(on_meta) - NAMED} more"
         raise RuntimeError(
-            f"{named} of the model: on the meta device, without memory. "
-            'Call mh.load_weights(model, path), or model.to_empty(device="cpu") and initialize it. '
-            "Do so before levels 0 to 2 of mh.shard, or after level 3."
+            f"{named} of the model: on the meta device, which has no memory. "
+            'Call mh.load_weights(model, path), or model.to_empty(device="cpu") and initialize it, '
+            "before levels 0 to 2 of mh.shard or after level 3."
         )
 
 
 def modules_holding(
     params: Sequence[Tensor], wanted: Callable[[nn.Module], bool] = lambda module: True
 ) -> Iterator[tuple[nn.Module, set[int]]]:
-    """Yield every live module with any of these parameters, and the indices of those it has."""
-    # Only `wanted` modules are looked into. Modules of before `gc.freeze()` are not found.
+    """Yield every existing module with some of these parameters, and their indices."""
+    # Modules created before `gc.freeze()` are not found.
     index_of = {id(param): index for index, param in enumerate(params)}
     for thing in gc.get_objects():
-        # type(thing), because isinstance() asks `__class__`, which runs a lazy proxy's code.
+        # type(thing), because isinstance() reads `__class__`, which runs the code of lazy proxies.
         if not issubclass(type(thing), nn.Module) or "_parameters" not in thing.__dict__:
             continue
         if wanted(thing):
@@ -136,7 +132,7 @@ class ParallelModules:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
-        self._found: list[weakref.ref[nn.Module]] | None = None  # None: not searched yet
+        self._found: list[weakref.ref[nn.Module]] | None = None
 
     def _live(self) -> Iterator[nn.Module]:
         if self._found is None:
@@ -151,13 +147,12 @@ class ParallelModules:
 
     @property
     def in_no_sync(self) -> bool:
-        """Whether any of them leaves the pass under way unaveraged."""
         return any(not module.require_backward_grad_sync for module in self._live())
 
     def check_not_joined(self, name: str) -> None:
         """Raise inside `Join`, where ranks without data would not take part in a step."""
         for module in self._live():
-            # torch has no public way to ask for this, and does not clear it after the `with` block.
+            # torch has no public interface for this, and does not reset it after the `with` block.
             join: Any = getattr(module, "_join_config", None)
             if join is not None and join.enable and not join.throw_on_early_termination:
                 raise refuse_join(name)

@@ -1,15 +1,14 @@
-"""Tell whether parameters may be cut or sharded for an optimizer, and which state it keeps.
+"""Determine whether an optimizer class supports cut or sharded parameters, and state sizes.
 
-torch's own classes are in a table, `KNOWN`. Any other class is tried: `trial` steps it on small
-parameters.
+`KNOWN` lists torch's classes. Other classes are tested: `trial` steps them on small parameters.
 
-    may_be_cut          do the numbers stay if a parameter is cut anywhere?
-    can_be_divided      do they stay if each parameter is stepped by itself?
-    problem_on_shards   can it step DTensors?
-    StateSizes          how large is its state, for a parameter of any shape?
+    may_be_cut          are the results equal if a parameter is cut at any position?
+    can_be_divided      are the results equal if each parameter is stepped separately?
+    problem_on_shards   can the optimizer step DTensors?
+    StateSizes          the size of the state, for a parameter of any shape
 
-A class may be cut if it treats each element by itself. LAMB's and LARS's norms, Adafactor's rows
-and columns, and Muon's matrices look at a whole tensor.
+A class may be cut if it processes elements independently. LAMB's and LARS's norms, Adafactor's rows
+and columns, and Muon's matrices depend on a full tensor.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from manyhands._tensors.trees import tensors_in
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-STEPS = 12  # on toy parameters
-TOYS = (160, 144), (96,)  # some optimizers change their method above a size
+STEPS = 12
+TOYS = (160, 144), (96,)  # shapes of small parameters; some optimizers change methods above a size
 PRIMES = (5, 7, 11, 13, 17, 19)
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What is known of a class. A class of which nothing is known has to be tried."""
+    """Properties of a class. The defaults require a trial."""
 
-    elementwise: bool = False  # it treats each element by itself
-    on_full_tensors: bool = False  # it cannot step DTensors
-    divisible: bool = True  # it can step some of its parameters without the others
+    elementwise: bool = False  # processes elements independently
+    on_full_tensors: bool = False  # cannot step DTensors
+    divisible: bool = True  # can step some parameters without others
 
 
 KNOWN: dict[type[Optimizer], Traits] = {
@@ -57,7 +56,7 @@ KNOWN: dict[type[Optimizer], Traits] = {
 
 
 def traits_of(kind: type[Optimizer]) -> Traits:
-    """Return what is known of a class. A subclass cannot do what its base cannot."""
+    """Return the known properties of a class or, as a limit, its base."""
     if kind in KNOWN:
         return KNOWN[kind]
     for base in kind.__mro__:
@@ -67,8 +66,8 @@ def traits_of(kind: type[Optimizer]) -> Traits:
 
 
 def constructor_arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments of an optimizer's class that are among its defaults, and the others."""
-    # Defaults also hold options that a class sets for itself and its constructor refuses.
+    """Return the constructor's arguments from the optimizer's defaults; and missing names."""
+    # Defaults also contain options that are not arguments of the constructor.
     arguments = {}
     unknown = []
     for parameter in list(inspect.signature(type(optimizer)).parameters.values())[1:]:
@@ -90,7 +89,7 @@ def trial(
     options: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[list[torch.nn.Parameter], Optimizer]:
     """Step a new optimizer on copies of `params`, with the gradients of each of the `steps`."""
-    # Return the copies and the optimizer. `options` are those of the parameter group.
+    # `options` belong to the parameter group.
     leaves = [torch.nn.Parameter(param.clone()) for param in params]
     groups: list[Any] = leaves
     if options:
@@ -103,18 +102,17 @@ def trial(
     return leaves, optimizer
 
 
-# -- may parameters be cut, or divided? ------------------------------------------------------------
+# -- cutting and dividing --------------------------------------------------------------------------
 
 
 def may_be_cut(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> bool:
-    """Return whether toy parameters come out the same whole and cut, with any of these options."""
+    """Return whether cutting toy parameters preserves the results, for each of these options."""
     if kind in KNOWN:
         return KNOWN[kind].elementwise
     return all(_steps_alike(kind, each, _in_halves, if_it_fails=False) for each in options)
 
 
 def can_be_divided(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> bool:
-    """Return whether toy parameters come out the same together and each by itself."""
     if kind in KNOWN or not traits_of(kind).divisible:
         return traits_of(kind).divisible
     return all(_steps_alike(kind, each, list, if_it_fails=True) for each in options)
@@ -127,8 +125,7 @@ def _steps_alike(
     *,
     if_it_fails: bool,
 ) -> bool:
-    """Return whether toy parameters come out the same together and divided."""
-    # `if_it_fails` is the answer for an optimizer that cannot train such toys.
+    # `if_it_fails` is the result for an optimizer that cannot train toy parameters.
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in TOYS]
     steps = [[torch.randn(shape, generator=generator) for shape in TOYS] for _ in range(STEPS)]
@@ -137,7 +134,7 @@ def _steps_alike(
         moving["lr"] = 0.05
 
     def stepped(params: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]) -> Tensor:
-        torch.manual_seed(0)  # the same noise for an optimizer that adds some
+        torch.manual_seed(0)  # for optimizers that add noise
         leaves, _ = trial(kind, moving, params, steps)
         return torch.cat([leaf.detach().flatten() for leaf in leaves])
 
@@ -145,7 +142,7 @@ def _steps_alike(
     try:
         with torch.random.fork_rng(devices=[]):
             together = stepped(start, steps)
-            # Each part with its gradients, step by step.
+            # `grads` contains the part's gradient for each step.
             for part, *grads in zip(divide(start), *map(divide, steps), strict=True):
                 divided.append(stepped([part], [[grad] for grad in grads]))
     except Exception:
@@ -160,41 +157,39 @@ def _in_halves(tensors: list[Tensor]) -> list[Tensor]:
     return halves
 
 
-# -- can it step DTensors? -------------------------------------------------------------------------
+# -- DTensors --------------------------------------------------------------------------------------
 
 
 def fused_problem(optimizer: Optimizer) -> str:
-    """Return why an optimizer cannot step DTensors because it is fused, or an empty text."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if not (fused and isinstance(optimizer, optim.SGD | optim.Adagrad)):
         return ""
     return (
-        f"torch's fused {type(optimizer).__name__} does not step sharded parameters. Leave out "
+        f"torch's fused {type(optimizer).__name__} does not step sharded parameters. Omit "
         "fused=True."
     )
 
 
 def problem_on_shards(optimizer: Optimizer, like: DTensor) -> str | None:
-    """Return why such an optimizer cannot work on DTensors, or None."""
-    # The trial sends, so every rank must call this at the same step.
+    # The trial uses collectives, so call this on every rank.
     from torch.distributed.tensor import distribute_tensor
 
     kind = type(optimizer)
     if traits_of(kind).on_full_tensors:
         return "it needs full tensors"
-    # Ours check their own parameters when they are made.
+    # Our optimizers check their parameters at construction.
     if kind in KNOWN or kind.__module__.startswith("manyhands."):
         return None
-    # Two rows of three for each rank, so that no slice is empty.
+    # Two of three rows per rank, so that no slice is empty.
     mesh = like.device_mesh
     elements = 6 * like.device_mesh.size()
     param = torch.linspace(-1, 1, elements, dtype=like.dtype, device=like.device).view(-1, 3)
     grad = param.sin() + param.square()
-    # Two steps: the second uses the state that the first has made.
+    # The second step uses the state from the first.
     try:
         (plain,), _ = trial(kind, optimizer.defaults, [param], [[grad]] * 2)
     except Exception:
-        return None  # it cannot be made from its defaults, so it cannot be tried
+        return None  # the defaults are not sufficient to construct the optimizer
     shard = partial(
         distribute_tensor, device_mesh=mesh, placements=like.placements, src_data_rank=None
     )
@@ -209,21 +204,19 @@ def problem_on_shards(optimizer: Optimizer, like: DTensor) -> str | None:
     return "on a small example its steps differ from those with full tensors"
 
 
-# -- which state does it keep? --------------------------------------------------------------------
+# -- size of the state -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A state tensor: `constant` elements for each index into the parameter's `dims`."""
-
     constant: int
     dims: tuple[int, ...]
     itemsize: int
 
     @staticmethod
     def of(tensor: Tensor, shape: Sequence[int]) -> StateTensor:
-        """Find the parameter's dimensions in the tensor's; any other length is a constant."""
-        # Every product of different primes is unique, so a flattened dimension is recognised, too.
+        """Identify the parameter's dimensions in the tensor's; other lengths are constants."""
+        # Products of different primes are unique, so flattened dimensions are recognized.
         products = {}
         for count in range(1, len(shape) + 1):
             for chosen in combinations(range(len(shape)), count):
@@ -242,13 +235,11 @@ class StateTensor:
 
 
 class StateSizes:
-    """The size of one optimizer class's state, for parameters of any shape.
+    """The size of an optimizer class's state, for parameters of any shape.
 
-    It is read off a small parameter of as many dimensions, whose lengths are different primes: the
-    lengths of a state tensor tell which dimensions of the parameter it has. Adam's averages of a
-    5 × 7 parameter are 5 × 7, Adafactor's rows 5 × 1, and a step count is one number for any.
-
-    Each combination of dimensions, dtype and options is tried once.
+    The size is derived from the state of a small parameter. Its lengths are different primes, which
+    identify the parameter's dimensions in each state tensor. For a 5 × 7 parameter, Adam's averages
+    are 5 × 7, Adafactor's rows are 5 × 1, step counts are single numbers.
     """
 
     def __init__(self, kind: type[Optimizer], arguments: Mapping[str, object]) -> None:
@@ -257,11 +248,10 @@ class StateSizes:
         self._known: dict[tuple[int, torch.dtype, str], list[StateTensor]] = {}
 
     def bytes(self, shape: Sequence[int], dtype: torch.dtype, options: Mapping[str, object]) -> int:
-        """Return the bytes of state of a parameter that is not cut."""
         return sum(tensor.bytes(shape) for tensor in self._tensors(len(shape), dtype, options))
 
     def by_element(self, dtype: torch.dtype, options: Mapping[str, object]) -> tuple[int, int]:
-        """Return the bytes for each flat shard, and for each element of it."""
+        """Return the bytes per flat shard, and per element of the shard."""
         fixed = 0
         by_element = 0
         for tensor in self._tensors(1, dtype, options):
@@ -274,8 +264,6 @@ class StateSizes:
     def _tensors(
         self, dims: int, dtype: torch.dtype, options: Mapping[str, object]
     ) -> list[StateTensor]:
-        """Return the state's tensors for a parameter of this kind; each kind is tried once."""
-        # Options may hold lists or tensors, which cannot be keys; their text can.
         key = (dims, dtype, repr([(name, options[name]) for name in sorted(options)]))
         if key not in self._known:
             self._known[key] = self._try_steps(PRIMES[:dims], dtype, options)
@@ -284,21 +272,20 @@ class StateSizes:
     def _try_steps(
         self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, object]
     ) -> list[StateTensor]:
-        """Take two steps on a small parameter, and return what state the optimizer has then."""
-        # With a separate generator, so that the user's random numbers do not change.
+        # A separate generator leaves the user's random state unchanged.
         generator = torch.Generator(device="cpu").manual_seed(0)
         random = torch.randn(shape, generator=generator, device="cpu").to(dtype)
-        # capturable=True raises for a parameter on the CPU, and changes no size.
+        # capturable=True raises for a parameter on the CPU, and does not change sizes.
         if "capturable" in options:
             options = {**options, "capturable": False}
-        try:  # the first step may make less state than the second
+        try:  # the second step may add state
             (param,), made = trial(
                 self._kind, self._arguments, [random], [[random]] * 2, options=options
             )
-        except Exception as error:  # any class may be planned, and may raise anything
+        except Exception as error:  # any class, and therefore any exception
             raise ValueError(
                 f"{self._kind.__name__} failed on a {dtype} parameter with {len(shape)} "
-                f"dimension(s), such as the model has: {error} Give the options that it "
-                "needs, or a list of optimizers if this one is for some parameters only."
+                f"dimension(s), as in this model: {error} Pass the options that it needs, or a "
+                "list of optimizers if this one is for some parameters only."
             ) from error
         return [StateTensor.of(each, shape) for each in tensors_in(made.state[param])]

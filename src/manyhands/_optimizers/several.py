@@ -1,11 +1,9 @@
-"""Present several optimizers as one: each has separate parameters, and a step is a step of all.
+"""Combine optimizers with separate parameters into a single optimizer.
 
-    param_groups    those of the first optimizer, then the second's, and so on: the same dicts, so
-                    that a scheduler of one of them works
-    state           a parameter's is in the optimizer that has it
-    state_dict      as of one optimizer with all groups; its entry "several" says whose they are
+The optimizers store all state:
 
-All state is in the optimizers.
+    param_groups    the groups of all optimizers, in order: the same dicts, so schedulers work
+    state_dict      the format of a single optimizer, with the additional entry "several"
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._optimizers.wrappers import ParamGroup, params_of
 
-SEVERAL = "several"  # the entry of a state dict
+SEVERAL = "several"
 AND = " and "  # between the classes of a list
 ONE = "one optimizer"
 
 
 class SeveralOptimizers(Optimizer):
-    """Optimizers without a parameter in common, as one optimizer.
+    """Optimizers without common parameters, as a single optimizer.
 
     >>> import torch
     >>> layer = torch.nn.Linear(2, 2)
@@ -37,7 +35,7 @@ class SeveralOptimizers(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        # Not `Optimizer.__init__`, which would make further groups, state and hooks.
+        # `Optimizer.__init__` would create further groups, state and hooks.
         self.optimizers = list(optimizers)
         self.defaults = {}
         self._groups: list[ParamGroup] = []
@@ -49,7 +47,7 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def names(self) -> list[str]:
-        """The optimizers' classes, with the position in the list where a class comes twice."""
+        """The optimizers' classes; with their position, if a class occurs repeatedly."""
         names = [type(each).__name__ for each in self.optimizers]
         kinds = list(names)
         for number, kind in enumerate(kinds):
@@ -58,7 +56,6 @@ class SeveralOptimizers(Optimizer):
         return names
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return each optimizer's class, and the number of parameters of each of its groups."""
         described = []
         for each in self.optimizers:
             lengths = [len(group["params"]) for group in each.param_groups]
@@ -68,8 +65,7 @@ class SeveralOptimizers(Optimizer):
     def __str__(self) -> str:
         return describe_saved({SEVERAL: self.describe()})
 
-    # An optimizer that loads a state has new groups. The list is always the same one: by that
-    # `unwrap` knows that a layer shows the groups of the one inside.
+    # Always the same list object, because `unwrap` compares identities.
     @property
     def param_groups(self) -> list[ParamGroup]:
         self._groups.clear()
@@ -82,8 +78,8 @@ class SeveralOptimizers(Optimizer):
         groups = list(groups)
         if len(groups) != len(self.param_groups):
             raise ValueError(
-                f"these optimizers have {len(self.param_groups)} parameter groups, in this order, "
-                f"and got {len(groups)}. Give as many."
+                f"expected {len(self.param_groups)} parameter groups, in the order of these "
+                f"optimizers, got {len(groups)}."
             )
         for each in self.optimizers:
             count = len(each.param_groups)
@@ -100,7 +96,7 @@ class SeveralOptimizers(Optimizer):
             own = [param for param in params_of(each.param_groups) if param in state]
             each.state = defaultdict(dict, {param: state[param] for param in own})
 
-    # A hook is called once a step: before the first optimizer's, or after the last one's.
+    # Hooks run once per step: before the first optimizer's step, or after the last one's.
     @property
     def _optimizer_step_pre_hooks(self) -> Any:  # type: ignore[override]
         return self.optimizers[0]._optimizer_step_pre_hooks
@@ -110,7 +106,7 @@ class SeveralOptimizers(Optimizer):
         return self.optimizers[-1]._optimizer_step_post_hooks
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
-        """Step all optimizers in order. The first evaluates the closure, once for all of them."""
+        """Step all optimizers in order. The first evaluates the closure, once for all."""
         first, *others = self.optimizers
         step: Callable[..., object] = first.step
         arguments = () if closure is None else (closure,)
@@ -119,7 +115,7 @@ class SeveralOptimizers(Optimizer):
             each.step()
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice
+    step.hooked = True  # type: ignore[attr-defined]  # prevents torch from running hooks twice
 
     def zero_grad(self, *args: Any, **named: Any) -> None:
         for each in self.optimizers:
@@ -127,12 +123,12 @@ class SeveralOptimizers(Optimizer):
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         raise RuntimeError(
-            f"these parameters could be for any of the optimizers ({', '.join(self.names)}). Give "
-            "them all parameters when they are made."
+            f"a parameter group could belong to any of the optimizers ({', '.join(self.names)}). "
+            "Pass all parameters to their constructors."
         )
 
     def state_dict(self) -> StateDict:
-        """Return the state dict of one optimizer that has all groups, and in "several" the rest."""
+        """Return a single optimizer's state dict with all groups; "several" has the remainder."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state: dict[object, object] = {}
@@ -157,7 +153,7 @@ class SeveralOptimizers(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load each optimizer's part. A state dict of other optimizers is refused before that."""
+        """Load each optimizer's part, after checking that the optimizers match."""
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         check_same_optimizers(self, state_dict)
@@ -188,13 +184,10 @@ def _shifted(group: ParamGroup, by: int) -> ParamGroup:
 
 
 class _StateOfSeveral(MutableMapping[Tensor, Any]):
-    """The state of several optimizers, by parameter."""
-
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
 
     def _with(self, param: Tensor) -> MutableMapping[Tensor, Any]:
-        """Return the state of the optimizer that has a parameter, or any state of it."""
         for each in self._optimizers:
             if param in each.state:
                 return each.state
@@ -224,31 +217,29 @@ class _StateOfSeveral(MutableMapping[Tensor, Any]):
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that an optimizer presents as one; itself, if it is a single one."""
+    """Return the optimizers in a combined optimizer, or a list of the optimizer itself."""
     if isinstance(optimizer, SeveralOptimizers):
         return optimizer.optimizers
     return [optimizer]
 
 
 def check_same_optimizers(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise unless a state dict is of the same list of optimizers, or of one as here."""
     here = ONE
     if isinstance(optimizer, SeveralOptimizers):
         here = str(optimizer)
     there = describe_saved(saved)
     if there != here:
         raise ValueError(
-            f"this state dict is of {there}, and the optimizer here is {here}. Make the same "
+            f"this state dict is from {there}, but the optimizer here is {here}. Create the same "
             "optimizers, in the same order."
         )
 
 
 def describe_saved(state_dict: Mapping[str, Any]) -> str:
-    """Return in words which optimizers a state dict is of."""
     if SEVERAL not in state_dict:
         return ONE
     try:
         parts = [f"{each['class']} (parameters: {each['groups']})" for each in state_dict[SEVERAL]]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"the state dict's entry {SEVERAL!r} makes no sense: {error}.") from error
+        raise ValueError(f"the state dict's entry {SEVERAL!r} is invalid: {error}.") from error
     return AND.join(parts)

@@ -1,16 +1,8 @@
-"""Define the state in parts and the layers that a wrapper offers to checkpoints and to scaling.
+"""Interfaces for the state of optimizers and their wrappers, for checkpoints and scaling.
 
-A checkpoint saves state under the parameters' names, and scaling reads the optimizer's moments.
-Neither knows which sharding there is, nor how a rule or blocks keep their state. They ask for
-
-    OptimizerLayers    rule and blocks around an optimizer, and the optimizer that has the state
-    ShardedOptimizer   base class of an optimizer whose state is divided over ranks
-    RuleParts          what a scaling rule adds to the optimizer's state
-    BlocksParts        what blocks add to it
-    StatePart          state of one parameter, or of the range of it that this rank holds
-    SavedEntries       reads plain values of a saved state, and refuses what makes no sense
-
-docs/extending.md says what a new sharding has to implement.
+A checkpoint saves state under parameter names, and scaling reads the optimizer's moments. Both are
+independent of the sharding, and of the state formats of rules and blocks. docs/extending.md
+explains new shardings.
 """
 
 from __future__ import annotations
@@ -29,17 +21,16 @@ from manyhands._optimizers.uneven import refuse_join
 from manyhands._optimizers.wrappers import OptimizerWrapper, ParamGroup, params_of, unwrap
 
 Value = TypeVar("Value")
-# A state dict, or an entry of one, from wherever: its reader checks what is in it.
+# A state dict or an entry, from any source: the reader must check the contents.
 SavedState: TypeAlias = Mapping[str, Any]
-BELOW = 2.0**53  # no count, time or size of ours is larger; whole numbers are exact up to here
-SQUARES = 1e100  # no square of a float32, nor a sum of many, is larger
+BELOW = 2.0**53  # upper bound of counts, times and sizes; floats represent whole numbers exactly
+SQUARES = 1e100  # upper bound of squares of float32 numbers, and of their sums
 
 
 class SavedEntries:
-    """Reads plain values of a saved state: a file may be damaged, or of another version.
+    """Read plain values of a saved state, which may be damaged or have another version.
 
-    An entry that is missing, of another type, not finite or out of range is a ValueError that names
-    it. Read all entries before you change anything.
+    A missing or invalid entry raises a ValueError. Read all entries before any change.
     """
 
     def __init__(self, saved: object, owner: str, inside: str = "") -> None:
@@ -50,9 +41,8 @@ class SavedEntries:
         self.plain = saved
 
     def wrong(self, name: str, needed: str, came: object) -> ValueError:
-        """Return the error for an entry that is not what is needed."""
         if isinstance(came, Tensor):
-            came = (came.dtype, tuple(came.shape))  # not its numbers
+            came = (came.dtype, tuple(came.shape))
         where = f"{self._inside}.{name}".strip(".") or "it"
         return ValueError(
             f"the saved state of {self._owner} does not fit: {where} must be {needed}, got "
@@ -65,22 +55,20 @@ class SavedEntries:
         return self.plain[name]
 
     def expect(self, facts: Mapping[str, object]) -> None:
-        """Raise unless these entries are there, and the same as here."""
         for name, here in facts.items():
             came = self[name]
-            if repr(came) != repr(here):  # (tensors cannot be compared by !=)
+            if repr(came) != repr(here):  # `!=` does not support tensors
                 raise self.wrong(name, f"{here!r}, as it is here", came)
 
     def has(self, name: str) -> bool:
-        """Return whether an entry that has to be there is not None."""
+        """Return whether a required entry is not None."""
         return self[name] is not None
 
     def part(self, name: str) -> SavedEntries:
-        """Return the entries of a dict inside."""
         return SavedEntries(self[name], self._owner, f"{self._inside}.{name}".strip("."))
 
     def _read(self, read: Callable[..., Value], name: str, **bounds: Any) -> Value:
-        """Read and check an entry; an error names the entry and whose state it is in."""
+        """Read and check an entry; errors name the entry and the state."""
         try:
             return read(f"{self._inside}.{name}".strip("."), self[name], **bounds)
         except ValueError as error:
@@ -88,24 +76,21 @@ class SavedEntries:
             raise ValueError(text) from error
 
     def flag(self, name: str) -> bool:
-        """Return True or False."""
         return self._read(flag, name)
 
     def real(
         self, name: str, least: float = 0.0, above: float | None = None, below: float = BELOW
     ) -> float:
-        """Return a finite number within these bounds."""
         return self._read(real, name, least=least, above=above, below=below)
 
     def whole(self, name: str, least: int = 0) -> int:
-        """Return a whole number."""
         number = self._read(whole, name, least=least)
         if number >= BELOW:
             raise self.wrong(name, "below 2**53", number)
         return number
 
     def check_tensor(self, name: str, like: Tensor, *, finite: bool = True) -> None:
-        """Raise unless an entry is a tensor of the same shape and kind of numbers as another."""
+        """Raise unless an entry is a tensor of the shape and kind of `like`."""
         found = self[name]
         same = isinstance(found, Tensor) and found.shape == like.shape
         same = same and found.is_complex() == like.is_complex()
@@ -114,10 +99,10 @@ class SavedEntries:
         if finite and not found.isfinite().all():
             raise self.wrong(name, "finite", found)
 
-    # -- lists: their values are the entries NAME[0], NAME[1] and so on ---------------------------
+    # -- lists, with the entries NAME[0], NAME[1] and so on ---------------------------------------
 
     def each(self, name: str, length: int | None = None) -> SavedEntries:
-        """Return the entries of a list, which has this length if one is given."""
+        """Return the entries of a list, which must have this length, if given."""
         values = self[name]
         needed = "a list"
         if length is not None:
@@ -131,30 +116,26 @@ class SavedEntries:
         return iter(self.plain)
 
     def parts(self, name: str) -> list[SavedEntries]:
-        """Return the entries of each dict in a list."""
         each = self.each(name)
         return [each.part(part) for part in each]
 
     def reals(
         self, name: str, length: int | None = None, least: float = 0.0, below: float = BELOW
     ) -> list[float]:
-        """Return a list of finite numbers within bounds."""
         each = self.each(name, length)
         return [each.real(number, least, below=below) for number in each]
 
     def floats(self, name: str, length: int) -> list[float]:
-        """Return a list of floats, which may be NaN or infinite."""
+        """Return a list of floats, which can be NaN or infinite."""
         if not all(isinstance(value, float) for value in self.each(name, length).plain.values()):
             raise self.wrong(name, "a list of floats", self[name])
         return list(self[name])
 
     def wholes(self, name: str, length: int | None = None) -> list[int]:
-        """Return a list of whole numbers."""
         each = self.each(name, length)
         return [each.whole(number) for number in each]
 
     def pairs(self, name: str) -> list[tuple[int, float]]:
-        """Return a list of pairs of a whole number and a finite number."""
         pairs = []
         each = self.each(name)
         for number in each:
@@ -164,28 +145,27 @@ class SavedEntries:
         return pairs
 
     def rows(self, name: str, length: int, least: float = 0.0) -> list[list[float]]:
-        """Return a list of lists of finite numbers, each of this length."""
         each = self.each(name)
         return [each.reals(row, length, least, SQUARES) for row in each]
 
 
 @dataclass
 class StatePart:
-    """State of one parameter on this rank: of a range of its elements, or of all that it holds."""
+    """The state of a parameter, or of a range of elements, on this rank."""
 
     param: Tensor
     entries: Mapping[str, Any]
-    start: int | None = None  # the range begins at this element, in memory order; None: no range
+    start: int | None = None  # first element of the range, in memory order; None: no range
 
 
 @dataclass
 class OptimizerStatePart(StatePart):
-    """A `StatePart` of an optimizer's own state, and its place in the optimizer's state dict."""
+    """A `StatePart` of an optimizer's state, with the position in the optimizer's state dict."""
 
-    index: int = 0  # of the parameter, counted through all groups
-    number: int | None = None  # in the state dict; None: kept until a frozen parameter is trained
-    shard: Tensor | None = None  # what the optimizer steps, if it is not the parameter
-    exact: Tensor | None = None  # the exact elements, if the parameter has rounded ones
+    index: int = 0  # of the parameter, over all groups
+    number: int | None = None  # in the state dict; None for stored state of a frozen parameter
+    shard: Tensor | None = None  # the tensor that the optimizer steps, if not the parameter
+    exact: Tensor | None = None  # the exact elements, if the parameter is rounded
 
     @property
     def empty(self) -> bool:
@@ -193,28 +173,27 @@ class OptimizerStatePart(StatePart):
 
     @property
     def like(self) -> Tensor:
-        """A tensor with the layout of an entry that has one number for each element."""
         if self.shard is None:
             return self.param
         return self.shard
 
 
 class ReplicatedState(Protocol):
-    """Entries of a sharded optimizer's state, for every parameter, on every rank."""
+    """Selected entries of a sharded optimizer's state, for every parameter, on every rank."""
 
-    state: dict[Tensor, Any]  # the entries by parameter and name
+    state: dict[Tensor, Any]  # by parameter and name
 
     def update(self) -> None:
-        """Collect the state as it is now. Called on every rank."""
+        """Collect the current state. Called on every rank."""
 
 
 class ShardedOptimizer(Optimizer):
-    """Base class of an optimizer of which each rank steps a shard of the parameters.
+    """Base class of an optimizer that steps a shard of the parameters on each rank.
 
     Attributes:
-        optimizer_class: the class that the user asked for,
-        optimizer_arguments: and the arguments for it.
-        group: the process group of the ranks; None for one rank without.
+        optimizer_class: the user's optimizer class.
+        optimizer_arguments: arguments of the class.
+        group: the process group of the ranks; None for a single rank.
     """
 
     optimizer_class: type[Optimizer]
@@ -223,134 +202,132 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def optim(self) -> Any:
-        """The plain optimizer, which steps this rank's shards and has their state."""
+        """The plain optimizer with the state of this rank's shards."""
         raise NotImplementedError
 
     @property
     def shards_state(self) -> bool:
-        """Whether this rank has only a shard of the state, because there are other ranks."""
         raise NotImplementedError
 
     @property
     def state(self) -> Any:
-        """The state of this rank's shards."""
         if self.optim is None:
             return {}
         return self.optim.state
 
     @state.setter
     def state(self, value: object) -> None:
-        """Ignore the empty state that torch's constructor sets."""
+        """Ignore the empty state that torch's constructor assigns."""
 
     def join_hook(self, **kwargs: object) -> NoReturn:
-        """Refuse torch's `Join`, which calls this when it is made."""
+        """Reject torch's `Join`, which calls this method on entry."""
         raise refuse_join(type(self).__name__)
 
     def join_in(self) -> None:
-        """Take part in averaging gradients, if this rank has had no backward pass for them."""
+        """Take part in averaging gradients for which this rank had no backward pass."""
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Bring shards and parameters in line, before state is loaded. Called on every rank."""
+        """Synchronize shards and parameters before state is loaded. Called on every rank."""
         raise NotImplementedError
 
     def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
-        """Return this rank's state by parameter, and the state dict of `optim` that it is in.
+        """Return this rank's state by parameter, with the state dict of `optim`.
 
-        With `include_empty`, parameters without state are included, to be loaded into.
+        With `include_empty`, parameters without state are included.
         """
         raise NotImplementedError
 
     def load_parts(
         self, packed: StateDict, for_later: dict[int, dict[str, Any]], groups: Sequence[ParamGroup]
     ) -> None:
-        """Load a state dict of `optim`, and the options of the parameter groups.
+        """Load a state dict of `optim` and options of the parameter groups.
 
-        `for_later` is the state of frozen parameters, by `OptimizerStatePart.index`.
+        `for_later` contains the state of frozen parameters, by `OptimizerStatePart.index`.
         """
         raise NotImplementedError
 
     def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
-        """Return a replica of these entries of the state; `update()` fills it."""
+        """Return a replica of these entries. `update()` collects the entries."""
         raise NotImplementedError
 
 
 class RuleParts(Protocol):
-    """What a checkpoint asks of a scaling rule."""
+    """The interface of a scaling rule for checkpoints."""
 
     def scaling_state_dict(self) -> StateDict:
         """Return the rule's state. `previous` is a list by parameter, of gradients or None."""
 
     def check_scaling_state(self, entry: SavedState) -> object:
-        """Return a saved state, parsed; raise a ValueError if it does not fit. Change nothing."""
+        """Parse a saved state without any change, or raise a ValueError."""
 
     def take_scaling_state(self, state: Any) -> None:
-        """Continue from what `check_scaling_state` has returned."""
+        """Restore a state from `check_scaling_state`."""
 
 
 class BlocksParts(Protocol):
-    """What a checkpoint asks of blocks. Their outer state is equal on all replicas."""
+    """The interface of blocks for checkpoints. The outer state is equal on all replicas."""
 
     @property
     def peers(self) -> list[int]:
-        """The ranks that average with this one, one of each replica, among all processes."""
+        """The ranks that average with this rank, one per replica, by global rank."""
 
     @property
     def layout(self) -> Sequence[object]:
-        """Which elements this rank rounds and averages. Equal layouts have equal residuals."""
+        """The elements that this rank rounds and averages. Equal layouts have equal residuals."""
 
     @property
     def memories(self) -> int:
-        """The number of outer memories."""
+        """Number of outer memories."""
 
     @property
     def received_steps(self) -> int | None:
-        """The steps of the run, if this worker has just joined it and received its outer state.
+        """Steps of the run, if this worker has just joined and received the outer state.
 
-        None on a worker that was there from the start, and after a joiner's first step.
+        None for an initial worker, and after a joiner's first step.
         """
 
     def outer_parts(self) -> list[StatePart]:
-        """Return the outer state: "anchor", "memory.0" and so on, and perhaps "residual".
+        """Return the outer state: "anchor", "memory.0" and so on, and optionally "residual".
 
-        The entries are views of the blocks' own memory. A residual is this replica's own.
+        The entries are views of the blocks' memory. A residual belongs to this replica.
         """
 
     def save_counters(self) -> dict[str, Any]:
-        """Return the plain values that all replicas have alike."""
+        """Return the plain values, which are equal on all replicas."""
 
     def check_counters(self, saved: Any) -> dict[str, Any] | None:
-        """Return saved counters; raise a ValueError if they do not fit. None: saved without."""
+        """Return saved counters, or None; raise a ValueError if they are invalid."""
 
     def load_counters(
         self, saved: SavedState, unsaved: Iterable[Tensor], *, residuals: bool
     ) -> None:
-        """Continue from counters, after the outer state was filled.
+        """Restore counters, after the outer state.
 
-        `unsaved` parameters had no anchor in the checkpoint: theirs begins here. Without
-        `residuals`, these begin at zero.
+        `unsaved` parameters have no anchor in the checkpoint and start a new one. Without
+        `residuals`, residuals start at zero.
         """
 
     def begin(self) -> None:
-        """Continue from the parameters as they are, after a state that was saved without blocks."""
+        """Start from the current parameters, after loading a state without blocks."""
 
 
 @dataclass(frozen=True)
 class OptimizerLayers:
-    """The rule and the blocks around an optimizer, if there are any, and the optimizer itself."""
+    """An optimizer, with the rule and blocks around it, if any."""
 
     rule: RuleParts | None
     blocks: BlocksParts | None
-    inner: Optimizer  # has the state; a `ShardedOptimizer` or any other
+    inner: Optimizer  # the optimizer with the state, such as a `ShardedOptimizer`
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerLayers:
-        """Find the layers: rule and blocks in either order, perhaps inside a trainer's proxy."""
+        """Find rule and blocks in either order, even inside a trainer's proxy."""
         found: dict[str, Any] = {}
-        chain = unwrap(optimizer)  # outermost first, so that what a proxy is around replaces it
+        chain = unwrap(optimizer)  # outermost first, so that inner layers replace a proxy
         for each in chain:
-            # AdaptiveDataParallel does not wrap the optimizer; it patches its `step`, and leaves a
-            # weak reference to the rule. Not by getattr, which wrappers forward.
+            # AdaptiveDataParallel patches `step` and stores a weak reference to the rule. Wrappers
+            # forward getattr, so read the instance's dict.
             patched_by = each.__dict__.get("_manyhands_rule")
             if patched_by is not None and patched_by() is not None:
                 found["rule"] = patched_by()
@@ -360,14 +337,13 @@ class OptimizerLayers:
 
     @property
     def sharded(self) -> ShardedOptimizer | None:
-        """The optimizer, if this rank has only a shard of its state."""
         if isinstance(self.inner, ShardedOptimizer) and self.inner.shards_state:
             return self.inner
         return None
 
     @property
     def plain(self) -> Optimizer:
-        """The optimizer of the class that the user asked for, whether it is sharded or not."""
+        """The optimizer of the user's class, with or without sharding."""
         return plain_optimizer(self.inner)
 
     @property
@@ -376,7 +352,6 @@ class OptimizerLayers:
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that steps this rank's shards, or the optimizer itself."""
     if isinstance(optimizer, ShardedOptimizer):
         plain: Optimizer = optimizer.optim
         return plain
@@ -386,8 +361,6 @@ def plain_optimizer(optimizer: Optimizer) -> Optimizer:
 def state_parts(
     optimizer: Optimizer, *, include_empty: bool = False
 ) -> tuple[list[OptimizerStatePart], StateDict]:
-    """Return this rank's state by parameter, and the state dict that it is in."""
-    # With `include_empty`, parameters without state are included.
     if isinstance(optimizer, ShardedOptimizer) and optimizer.shards_state:
         return optimizer.save_parts(include_empty=include_empty)
     packed = optimizer.state_dict()
@@ -402,13 +375,11 @@ def state_parts(
 
 
 def common_state(packed: SavedState) -> StateDict:
-    """Return the state under keys that are no parameter's, such as "global"."""
     numbers = set(params_of(packed["param_groups"]))
     return {key: value for key, value in packed["state"].items() if key not in numbers}
 
 
 def options_of(group: Mapping[str, Value]) -> dict[str, Value]:
-    """Return a parameter group without its parameters."""
     options = dict(group)
     options.pop("params", None)
     options.pop("param_names", None)

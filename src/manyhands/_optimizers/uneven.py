@@ -1,8 +1,8 @@
-"""Refuse torch's `Join` and `DistributedDataParallel.join`, which are for uneven batches.
+"""Errors for torch's `Join` and `DistributedDataParallel.join`.
 
-Inside `Join`, a rank without data repeats the collectives of the other ranks' steps. Ours cannot be
-repeated there: accumulation, clipping and a gradient scaler decide in each step which of them take
-place, and a rank without data does not see that decision.
+Inside `Join`, a rank without data repeats the other ranks' collectives. Our collectives do not
+support this: accumulation, clipping and a gradient scaler depend on decisions in each step
+that a rank without data does not know.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ EVEN_INPUTS = (
 
 
 def refuse_join(name: str) -> RuntimeError:
-    """Return the error for an object of ours that is used inside `Join`."""
     return RuntimeError(
         f"{name} does not support torch's Join: a rank without data would not take part in its "
         f"collectives, and the other ranks would wait. {EVEN_INPUTS}"

@@ -1,30 +1,24 @@
-"""Wrap optimizers in optimizers, and read the signals that a gradient scaler leaves on them.
+"""Wrap optimizers in optimizers, and apply the signals of a gradient scaler.
 
-An optimizer around another *is* a `torch.optim.Optimizer`, without further state.
+A wrapper is a `torch.optim.Optimizer` without additional state. `param_groups`, `state`, `defaults`
+and hooks belong to the inner optimizer, so `Optimizer.__init__` is not called.
 
-`param_groups`, `state`, `defaults` and hooks are the inner optimizer's, so that schedulers, scalers
-and hooks act once and on the right thing. It therefore does not call `Optimizer.__init__`, which
-would make a second set of them.
+A trainer may put a proxy around our wrapper, with a class derived from the wrapper's:
 
-A trainer puts a proxy around ours, of a class that it derives from ours, and keeps the optimizer
-in an attribute of its own:
+    self._optimizer = optimizer
+    self.__class__ = type("Proxy" + name, (Proxy, type(optimizer)), {})
 
-    self._optimizer = optimizer self.__class__ = type("Proxy" + name, (Proxy, type(optimizer)), {})
+Our methods are then called with the proxy as `self`. Three rules make this work:
 
-A method of ours is then called with the proxy as `self`. Three things keep that right:
+    shared object     methods do not set attributes of `self`. All changes are made in an object
+                      that the wrapper and the proxy share
+    YieldingProperty  a property takes precedence over instance attributes, so it is not used for
+                      names that other code sets
+    setters           exist for `param_groups`, `state` and `defaults`, which trainers assign
 
-    one object        what a method sets on `self` would be set on the proxy, where the optimizer
-                      does not see it. So methods of ours set nothing: all that changes is in an
-                      object that the optimizer holds, and the proxy has or finds the same one
-    YieldingProperty  a property comes before an instance's attributes. A name that others set on
-                      an instance is therefore not a plain property
-    setters           of `param_groups`, `state` and `defaults`, which trainers assign to
-
-`scaler.step(optimizer)` of a gradient scaler leaves two tensors on an optimizer that declares that
-it can take them: `found_inf` (did the gradients overflow?) and `grad_scale` (what they are still
-multiplied with; None after `unscale_`). An optimizer with a fused step uses them itself; for the
-others we unscale and skip, as the scaler would have. `LossScale` is for gradients that are measured
-in backward, before the scaler leaves anything.
+`GradScaler.step` sets two tensors on an optimizer that declares support for them: `found_inf`
+(whether the gradients overflowed) and `grad_scale` (the factor of the gradients; None after
+`unscale_`). A fused optimizer uses these tensors. For other optimizers, we unscale and skip.
 """
 
 from __future__ import annotations
@@ -47,13 +41,13 @@ from manyhands._tensors.flat import local_shard
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ParamGroup: TypeAlias = dict[str, Any]  # "params", and options of types that only a class knows
+ParamGroup: TypeAlias = dict[str, Any]
 
 T = TypeVar("T")
 
 
 class YieldingProperty:
-    """A property that gives way to an attribute of the instance."""
+    """A property that an attribute of the instance overrides."""
 
     def __init__(self, compute: Callable[[Any], object]) -> None:
         self._compute = compute
@@ -66,8 +60,6 @@ class YieldingProperty:
 
 
 def _property_of_inner(name: str) -> Any:
-    """Return a property: an attribute of the optimizer inside, which may be set."""
-
     def get(wrapper: Any) -> Any:
         return getattr(wrapper._inner_optimizer(), name)
 
@@ -79,15 +71,13 @@ def _property_of_inner(name: str) -> Any:
 
 @dataclass
 class RunningClosure:
-    """Whether a step's closure runs at present."""
-
     runs: bool = False
 
 
 class OptimizerWrapper(Optimizer):
-    """Base class of wrappers that take an optimizer's place."""
+    """Base class of wrappers that replace an optimizer."""
 
-    layer: ClassVar[str]  # "rule" or "blocks": which of the `OptimizerLayers` it is
+    layer: ClassVar[str]  # "rule" or "blocks", the field of `OptimizerLayers`
     _closure: RunningClosure
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -96,20 +86,17 @@ class OptimizerWrapper(Optimizer):
         return made
 
     def _bound(self) -> Optimizer | None:
-        """Return the optimizer inside, if there is one yet."""
         raise NotImplementedError
 
     def _inner_optimizer(self) -> Optimizer:
-        """Return the optimizer inside, or raise."""
         inner = self._bound()
         if inner is None:
             name = type(self).__name__
-            raise RuntimeError(f"this {name} has no optimizer yet. Give it one: {name}(optimizer).")
+            raise RuntimeError(f"this {name} has no optimizer yet. Pass it: {name}(optimizer).")
         return inner
 
     @YieldingProperty
     def optimizer(self) -> Optimizer:
-        """The optimizer inside."""
         return self._inner_optimizer()
 
     param_groups: list[ParamGroup] = _property_of_inner("param_groups")
@@ -118,14 +105,12 @@ class OptimizerWrapper(Optimizer):
 
     @YieldingProperty
     def _step_supports_amp_scaling(self) -> bool:
-        """`GradScaler.step` leaves the loss scale with us instead of unscaling."""
-        # False while a closure runs, in which gradients are not scaled: a scaler takes no closure.
-        # A trainer may clip gradients there, and refuse to if an optimizer says that it unscales.
+        """True: `GradScaler.step` passes the loss scale to us instead of unscaling."""
+        # False while a closure runs. Scalers do not support closures, so gradients in closures are
+        # not scaled, and trainers may clip unless an optimizer declares that it unscales.
         return not self._closure.runs
 
     def _in_step(self, closure: Callable[[], T]) -> Callable[[], T]:
-        """Return the closure, noting while it runs that it does."""
-
         def run() -> T:
             self._closure.runs = True
             try:
@@ -136,58 +121,56 @@ class OptimizerWrapper(Optimizer):
         return run
 
     def after_sync(self, seconds: float) -> None:
-        """Take note of the seconds that blocks around this optimizer took for a sync."""
+        """Handle a sync round, in seconds, of blocks around this optimizer."""
 
     def stop_agreed(self) -> bool | None:
-        """Whether the training is to stop here, as all ranks know from collectives of this layer.
+        """Return whether all ranks have agreed to stop, in collectives of this layer.
 
-        None if this layer does not know what the other ranks were told.
+        None if this layer does not exchange stop notices.
         """
         return None
 
     def may_stop_here(self) -> bool:
-        """Whether stopping after this step loses less than going on, as far as this rank knows."""
+        """Return whether stopping after this step loses less than continuing, for this rank."""
         return True
 
     def join_hook(self, **kwargs: object) -> NoReturn:
-        """Refuse torch's `Join`, which calls this when it is made."""
+        """Reject torch's `Join`, which calls this method on entry."""
         raise refuse_join(type(self).__name__)
 
     def state_parts(self) -> object:
-        """Return what saves and loads the state that this layer adds (`state_parts.py`)."""
+        """Return the object that saves and loads this layer's state (`state_parts.py`)."""
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else (hooks, the inner optimizer's own attributes) is the inner one's."""
-        # An attribute of ours that is not set yet is no attribute of the inner one.
+        # Unset attributes of the wrapper are not forwarded.
         inner: Any = None
         if not name.startswith(("__", "_core", "_inner")):
             inner = self._bound()
         if inner is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if "optimizer" in inner.__dict__ and not hasattr(inner, name):
-            inner = inner.optimizer  # a trainer's wrapper may forward nothing
+            inner = inner.optimizer  # inside a trainer's wrapper that may not forward
         return wrapped_attribute(self, inner, name)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} is tied to its parameters, and is not pickled. Save state_dict."
+            f"{type(self).__name__} refers to parameters and cannot be pickled. Save state_dict()."
         )
 
 
 def unwrap(optimizer: Optimizer, *, every_layer: bool = False) -> list[Optimizer]:
-    """Return an optimizer and those inside it, from the outermost in."""
-    # A wrapper shows the inner one's state and parameter groups as its own, as ours do, and those
-    # that trainers put around ours. An optimizer that keeps state of its own beside the one that it
-    # calls is not looked into, unless `every_layer` is True.
+    """Return an optimizer and inner optimizers, outermost first."""
+    # A wrapper, ours or a trainer's, shares state and parameter groups with the inner optimizer. An
+    # optimizer with separate state is the last, unless `every_layer` is True.
     several = ""
     if isinstance(optimizer, list):
-        several = "Of several, give the last one to step."
+        several = "From a list, pass the last one to step."
     found = [instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", several)]
     while True:
         outer = found[-1]
         inner = getattr(outer, "optimizer", None)
-        # A proxy's `optimizer` may lead back to a layer that was seen.
+        # A proxy's `optimizer` may refer to an earlier layer.
         if not isinstance(inner, Optimizer) or any(inner is each for each in found):
             return found
         same = inner.state is outer.state and inner.param_groups is outer.param_groups
@@ -200,7 +183,6 @@ Layer = TypeVar("Layer")
 
 
 def find_layer(optimizer: Optimizer, kind: type[Layer]) -> Layer | None:
-    """Return the first layer of this class, from the outermost in; None if there is none."""
     for layer in unwrap(optimizer, every_layer=True):
         if isinstance(layer, kind):
             return layer
@@ -216,7 +198,7 @@ def params_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def weak_hook(method: Callable[[], object]) -> Callable[..., None]:
-    """Return a hook that calls a method as long as its object lives, and keeps nothing alive."""
+    """Return a hook that calls a method through a weak reference to the object."""
     reference = weakref.WeakMethod(method)
 
     def hook(*_: object) -> None:
@@ -228,17 +210,16 @@ def weak_hook(method: Callable[[], object]) -> Callable[..., None]:
 
 
 def gradient_ranks(optimizer: Optimizer) -> Any:
-    """Return the `RankGroup` whose gradients are averaged for a step; None if no layer says so."""
+    """Return the `RankGroup` that averages gradients, or None."""
     for layer in unwrap(optimizer, every_layer=True):
-        # on the class, as wrappers forward what they do not have
+        # Look up the class, because wrappers forward missing attributes.
         if hasattr(type(layer), "gradient_ranks"):
             return layer.gradient_ranks  # type: ignore[attr-defined]
     return None
 
 
 def wrapped_attribute(wrapper: object, wrapped: object, name: str) -> Any:
-    """Return the wrapped object's attribute, or raise an AttributeError about the wrapper."""
-    # Otherwise the error would name a class that the user has never written.
+    """Return the wrapped object's attribute; an AttributeError names the wrapper."""
     try:
         return getattr(wrapped, name)
     except AttributeError as error:
@@ -253,16 +234,16 @@ def wrapped_attribute(wrapper: object, wrapped: object, name: str) -> Any:
 
 @dataclass(frozen=True)
 class ScalerSignals:
-    """The scaler's tensors for this step; both None without a scaler."""
+    """The scaler's tensors for this step; both None if there is no scaler."""
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
     @classmethod
     def read_from(cls, *optimizers: Optimizer) -> ScalerSignals:
-        """Return what a `GradScaler` left on the first of these optimizers that has something."""
+        """Return the signals from the first of these optimizers with any."""
         for optimizer in optimizers:
-            # Not getattr: a wrapper forwards the attributes that it does not have.
+            # Wrappers forward getattr, so read the instance's dict.
             own = optimizer.__dict__
             if own.get("found_inf") is not None:
                 return cls(own.get("grad_scale"), own["found_inf"])
@@ -274,17 +255,16 @@ class ScalerSignals:
 
 
 class LossScaler(Protocol):
-    """A gradient scaler: torch's, or any other that says its scale."""
+    """A gradient scaler with torch's interface for the scale."""
 
     def get_scale(self) -> float: ...
 
 
 class LossScale:
-    """What gradients are multiplied by when they are measured: the one owner of that number.
+    """The factor of gradients at the time of their measurement. The owner of this number.
 
-    If `scaler` is known, the scale is read in backward. If not, the scaler leaves the scale on the
-    optimizer at the step, after the gradients have been measured; it is then divided out of the
-    measurement, and `last` is that of the last step.
+    With a known `scaler`, the scale is read in backward. Otherwise, the scaler provides the scale
+    at the step, for a division of the measurement; `last` is the last step's scale.
     """
 
     def __init__(self, scaler: LossScaler | None = None) -> None:
@@ -293,43 +273,34 @@ class LossScale:
 
     @property
     def known(self) -> bool:
-        """Whether the scale is known in backward."""
         return self.scaler is not None
 
     def in_backward(self) -> Tensor | float:
-        """Return the scale of the gradients at present, without waiting for the device."""
+        """Return the current scale of the gradients, with no synchronization."""
         scaler: Any = self.scaler
         if scaler is None or (hasattr(scaler, "is_enabled") and not scaler.is_enabled()):
             return 1.0
         if not hasattr(scaler, "_scale"):
             return float(scaler.get_scale())
-        scale: Tensor | None = scaler._scale  # get_scale() would copy it to the host
+        scale: Tensor | None = scaler._scale  # get_scale() would synchronize
         if scale is None:
             return 1.0
         return scale
 
-    def at_step(self, signals: ScalerSignals) -> Tensor | None:
-        """Return the scale that is known only now; None if there is none."""
-        if self.known:
-            return None
-        return signals.grad_scale
-
     def update(self, scale: float) -> bool:
-        """Keep the scale of this step; return whether it is another one than the last step's."""
+        """Store the scale of this step; return whether it changed since the last step."""
         changed = scale != self.last
         self.last = scale
         return changed
 
 
 def supports_amp(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's own step unscales gradients and skips overflows."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 @contextmanager
 def _signals_left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
-    """Set the signals on an inner optimizer for the length of its step."""
-    # A scaler that was given the inner optimizer has left its signals there already.
+    # A scaler that stepped the inner optimizer directly has already set the signals.
     before = dict(optimizer.__dict__)
     optimizer.grad_scale = signals.grad_scale  # type: ignore[attr-defined]
     optimizer.found_inf = signals.found_inf  # type: ignore[attr-defined]
@@ -347,16 +318,14 @@ def _signals_left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[N
 def apply_signals(
     signals: ScalerSignals, optimizer: Optimizer, supports_amp: bool
 ) -> Iterator[None]:
-    """Apply the signals around a step: pass them to the optimizer, or unscale in its place."""
+    """Pass the signals to the optimizer for a step, or unscale the gradients."""
     if supports_amp and signals.present:
         with _signals_left_on(signals, optimizer):
             yield
         return
     if signals.grad_scale is not None:
         unscale(optimizer.param_groups, signals.grad_scale)
-    if (
-        "found_inf" in optimizer.__dict__
-    ):  # a scaler that was given this optimizer has left it there
+    if "found_inf" in optimizer.__dict__:  # the scaler stepped this optimizer directly
         with _signals_left_on(ScalerSignals(), optimizer):
             yield
         return
@@ -366,7 +335,7 @@ def apply_signals(
 @torch.no_grad()
 def unscale(param_groups: Sequence[ParamGroup], grad_scale: Tensor) -> None:
     """Divide the gradients by the loss scale, as `GradScaler.unscale_` does."""
-    # By way of float64, as torch does, so that both round alike.
+    # Computed in float64, for the same rounding as in torch.
     inverse = grad_scale.double().reciprocal().float()
     for param in params_of(param_groups):
         if param.grad is not None:

@@ -1,21 +1,21 @@
-"""Compare facts between ranks. If some differ, every rank raises, and names the first of them.
+"""Compare facts between ranks. If facts differ, every rank raises and names the first difference.
 
-A rank's *facts* must be equal on all ranks: titles, each with a value in JSON's types. A list is
-compared element by element, a dict name by name, and in its order.
+A rank's *facts* must be equal on all ranks: titles with values of JSON types. Lists are compared by
+element, dicts by name and order.
 
     {"scale": 4.0, "parameters": ["(4, 3) float32 on cpu", ...], "options": {"every": 16, ...}}
 
-One collective of a few checksums tells that all is well. Only if it is not do texts follow. Both
-travel on a device that the group is known to serve, since the tensors may be on different ones.
+Ranks first exchange checksums in a single collective, and exchange texts only if checksums differ.
+Both use a device that the group serves, because the tensors may be on different devices.
 
-Tensors are described by the properties that a collective takes for granted: a sum of
-float32 on one rank and float64 on another, or of a matrix and its transpose, comes back as garbage.
+Tensors are described by properties that collectives assume to be equal: a sum of float32 and
+float64, or of a matrix and its transpose, would be garbage.
 
-    shape       of a DTensor the full shape, and how it is placed
+    shape       for a DTensor the full shape and the placement
     dtype
-    layout      strides, unless contiguous: flat views are in the order of memory
-    device      its type, and which tensors lie on one device together; not its index, which differs
-    name        if a model is known: the same names in another order are other tensors
+    layout      strides, unless contiguous: flat views follow the order in memory
+    device      type, and which tensors share a device, but not the index, which differs
+    name        if a model is known: a different order of equal names means different tensors
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ Result = TypeVar("Result")
 Names: TypeAlias = Mapping[str, Sequence[str]]
 NO_NAMES: Names = MappingProxyType({})
 ABSENT = "absent"
-UNKNOWN = 0.0  # in place of the checksum of names
-# An error of another rank is raised as the first of these that it was.
+UNKNOWN = 0.0  # instead of the checksum of names
+# Types in which errors are raised on other ranks; the first match counts.
 ERROR_TYPES = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
-NAMED = 8  # ranks, and different values, that a message names
+NAMED = 8  # maximum number of ranks and values in a message
 
 
 def agree(ranks: RankGroup, facts: Facts, advice: str, *, names: Names = NO_NAMES) -> None:
     """Raise `RanksDisagree`, a ValueError, on every rank if ranks have different facts.
 
-    `advice` is the last sentence of the message: what to do. `names` are those of the elements of a
-    list, by its title, as far as they are known; give the same titles on every rank.
+    `advice` is the last sentence of the message and names the remedy. `names` maps titles of lists
+    to known names of the elements, with equal titles on every rank.
     """
     if ranks.size == 1:
         return
@@ -58,9 +58,9 @@ def agree(ranks: RankGroup, facts: Facts, advice: str, *, names: Names = NO_NAME
     sums = [_checksum(facts)]
     for each in known.values():
         sums.append(_checksum(each) if each else UNKNOWN)
-    # From one row for each rank to one tuple for each checksum.
+    # Transpose from a row per rank to a tuple per checksum.
     for column in zip(*ranks.all_gather(sums, ranks.any_device), strict=True):
-        # A rank that does not know the names has no say in them.
+        # Names are not compared if unknown on a rank.
         if UNKNOWN not in column and len(set(column)) > 1:
             texts = ranks.all_gather_text(json.dumps([facts, known]))
             everyone, all_names = zip(*map(json.loads, texts), strict=True)
@@ -71,7 +71,7 @@ def agree(ranks: RankGroup, facts: Facts, advice: str, *, names: Names = NO_NAME
 def raise_if_different(
     everyone: Sequence[Facts], advice: str, *, names: Sequence[Names] = ()
 ) -> None:
-    """Raise `RanksDisagree` for the first fact that differs; `everyone` is by rank."""
+    """Raise `RanksDisagree` for the first difference between the facts of all ranks."""
     for title in dict.fromkeys(chain.from_iterable(everyone)):
         values = [facts.get(title, ABSENT) for facts in everyone]
         called = [each.get(title, ()) for each in names]
@@ -82,7 +82,7 @@ def raise_if_different(
 
 
 def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
-    """Run something on every rank. If it raises on some, raise on all, with their message."""
+    """Run an action on every rank. If a rank raises, raise on all ranks, with its message."""
     result = None
     problem = None
     text = ""
@@ -103,7 +103,7 @@ def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
 
 
 def describe_error(error: Exception) -> list[str]:
-    """Return the kind of an error and its message, for other ranks to raise."""
+    """Return the type name and message of an error, for `to_error` on other ranks."""
     for kind in ERROR_TYPES:
         if isinstance(error, kind):
             return [kind.__name__, str(error)]
@@ -118,7 +118,7 @@ def to_error(name: str, message: str) -> Exception:
 def _compared_rows(
     title: str, values: Sequence[Any], names: Sequence[Sequence[str]]
 ) -> Iterator[tuple[str, Sequence[object]]]:
-    """Yield rows that must be equal on all ranks, each after the problem if they are not."""
+    """Yield (problem, row) for all rows that must be equal on all ranks."""
     kinds = set(map(type, values))
     different = f"different {title}. The first that differs is"
     reordered = f"the same {title} in another order. The first that differs is"
@@ -134,11 +134,11 @@ def _compared_rows(
             name = f" ({first[number]})" if first else ""
             yield f"{different} {thing} {number}{name}", row
         yield f"different numbers of {title}", [len(value) for value in values]
-        # All elements look alike, but a collective would mix tensors of different names.
+        # Equal descriptions, but a collective would mix tensors of different names.
         if all(names) and _all_equal([sorted(each) for each in names]):
             for number, row in enumerate(zip(*names, strict=True)):
                 yield f"{reordered} {thing} {number}", row
-    else:  # values that are lists on some ranks only, too
+    else:  # including lists on some ranks only
         yield f"different {title}", values
 
 
@@ -147,15 +147,15 @@ def _all_equal(values: Sequence[object]) -> bool:
 
 
 def _list_by_rank(values: Sequence[object]) -> str:
-    """Return which ranks have which value, for an error's message."""
+    """Return a list of ranks by value, for an error message."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(_format_value(value), []).append(rank)
     parts = []
-    for value, those in list(ranks.items())[:NAMED]:
-        noun = "ranks" if len(those) > 1 else "rank"
-        numbers = ", ".join(map(str, those[:NAMED]))
-        more = ", ..." if len(those) > NAMED else ""
+    for value, group in list(ranks.items())[:NAMED]:
+        noun = "ranks" if len(group) > 1 else "rank"
+        numbers = ", ".join(map(str, group[:NAMED]))
+        more = ", ..." if len(group) > NAMED else ""
         parts.append(f"{noun} {numbers}{more}: {value}")
     return "; ".join(parts)
 
@@ -167,23 +167,23 @@ def _format_value(value: object) -> str:
 
 
 def describe_tensors(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
-    """Describe tensors in words; `frozen`: also whether they are trained."""
+    """Describe tensors in words; `frozen` includes `requires_grad`."""
     describer = Describer()
     return [describer.describe(tensor, frozen=frozen) for tensor in tensors]
 
 
 class Describer:
-    """Puts the properties of a tensor that must be equal on all ranks into words.
+    """Describes the properties of a tensor that must be equal on all ranks.
 
-    A device is named by its number among those of its type that this describer has met.
+    Devices of a type are numbered in the order of appearance.
     """
 
     def __init__(self) -> None:
         self._devices: dict[str, list[torch.device]] = {}
 
     def describe(self, tensor: Tensor, name: str = "", *, frozen: bool = False) -> str:
-        """Such as "encoder.weight (4, 3) float32 on cpu"; `frozen`: also whether it is trained."""
-        # Of a DTensor only the shard travels, so its strides count.
+        """Return text such as "encoder.weight (4, 3) float32 on cpu"."""
+        # Collectives send the shard of a DTensor, so compare the strides of the shard.
         here = local_shard(tensor)
         words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
         words.append(f"on {tensor.device.type}{self._describe_device(tensor.device)}")
@@ -199,7 +199,7 @@ class Describer:
         return " ".join(filter(None, words))
 
     def _describe_device(self, device: torch.device) -> str:
-        """Number devices as they are met: ranks have other GPUs, but use them in the same order."""
+        """Return the number of a device, because indices of GPUs differ between ranks."""
         met = self._devices.setdefault(device.type, [])
         if device not in met:
             met.append(device)
@@ -210,12 +210,12 @@ class Describer:
 
 
 def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[str]:
-    """Return the names of parameters or buffers; an empty list if one of them is in no module."""
+    """Return the names of parameters or buffers; an empty list if a name is unknown."""
     names: dict[int, str] = {}
     for number, module in enumerate(modules):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             name = plain_name(name, WRAPPER_NAMES)
-            # A tensor in several modules has its name in the first.
+            # The first name of a shared tensor counts.
             names.setdefault(id(tensor), f"{number}.{name}" if len(modules) > 1 else name)
     found = [names.get(id(tensor), "") for tensor in tensors]
     if not all(found):
@@ -224,7 +224,7 @@ def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[st
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides; 1 for a dimension of one element, where a stride has no meaning."""
+    """Return the strides; 1 for dimensions of a single element, whose strides are meaningless."""
     strides = list(tensor.stride())
     for dimension, length in enumerate(tensor.shape):
         if length == 1:
@@ -233,5 +233,5 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _checksum(value: object) -> float:
-    # The collective carries floats, and a float64 holds 32 bits exactly.
+    # float64 represents 32 bits exactly.
     return float(zlib.crc32(json.dumps(value).encode()))

@@ -1,10 +1,10 @@
-"""Run one rank of a large group without the other ranks, and count its messages.
+"""Run a single rank of a large group without the other ranks, and count its messages.
 
-    group   each collective answers as if every rank had this one's tensors, and is counted
-    store   a key that all ranks add to grows by the sum of all, and no rank is waited for
+    group   each collective is counted, and answers as if all ranks had this rank's tensors
+    store   counters that all ranks increase grow by the total; no call waits for other ranks
 
-Layouts, buckets, messages, memory and the time that Python takes are those of this rank among so
-many. Values are not: gathered shards are N copies of one of them.
+Layouts, buckets, messages, memory and Python's running time are real. Values are not: gathered
+tensors consist of N copies of a shard.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed import HashStore, Store
 
 from manyhands._arguments import format_bytes, whole
 
-BACKEND = "dry"  # not "gloo": parts choose what they choose on GPUs
-Group: Any = dist.ProcessGroup  # torch's types know each method in several forms
+BACKEND = "dry"  # not "gloo", so that the library behaves as on GPUs
+Group: Any = dist.ProcessGroup  # overloads in torch's types are incompatible with a subclass
 
 
 @cache
@@ -41,19 +41,19 @@ def names_of_torch() -> Any:
 
 
 class DryRun:
-    """The traffic of one of N ranks, and its requests to the store, since the start or `clear`.
+    """Traffic and store requests of a rank, since the start or the last `clear`.
 
-    `calls` and `sent` are collectives and their bytes, by kind: 2 (N-1)/N of an all-reduce's
-    tensor, the part for other ranks in an all-to-all, and (N-1)/N of the full tensor otherwise.
-    `requests` are those to the store, by kind, with keys and values of `store_bytes`. `keys` are
-    those that this rank has written.
+    `calls` and `sent` contain the number of collectives and sent bytes by kind: 2 (N-1)/N of the
+    tensor of an all-reduce, the part for other ranks of an all-to-all, and (N-1)/N of the full
+    tensor otherwise. `requests` contains the number of store requests by kind, and `store_bytes`
+    the size of their keys and values. `keys` contains the keys written by this rank.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Count from here on."""
+        """Reset all counters."""
         self.calls = Counter[str]()
         self.sent = Counter[str]()
         self.requests = Counter[str]()
@@ -69,7 +69,7 @@ class DryRun:
 
 
 class CountingStore(Store):
-    """Counts the requests to a store, and stands for `ranks` ranks with the same requests."""
+    """Counts requests to a store, and simulates `ranks` ranks with equal requests."""
 
     def __init__(self, inner: Store, counted: DryRun, ranks: int = 1) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class CountingStore(Store):
         return self
 
     def __getattribute__(self, kind: str) -> Any:
-        if kind == "deleteKey":  # its name in C++
+        if kind == "deleteKey":  # name in C++
             kind = "delete_key"
         if kind not in ("set", "get", "add", "wait", "check", "delete_key"):
             return super().__getattribute__(kind)
@@ -91,7 +91,7 @@ class CountingStore(Store):
                 rest = (rest[0] * self.ranks,)
             if kind == "get" and self.ranks > 1 and not self.inner.check([keys]):
                 raise RuntimeError(f"no other rank of a dry run can have written {keys!r}.")
-            answer = True  # all have written
+            answer = True  # all ranks have written
             if self.ranks == 1 or kind not in ("wait", "check"):
                 answer = getattr(self.inner, kind)(keys, *rest)
             names = [keys] if isinstance(keys, str) else keys
@@ -107,13 +107,13 @@ class CountingStore(Store):
 
 
 def dry_group() -> Any:
-    """Return the group of the dry run that this is, or None: the other ranks exist."""
+    """Return the process group of the current dry run; None outside a dry run."""
     group = dist.group.WORLD
     return group if isinstance(group, DryGroup) else None
 
 
 class DryGroup(Group):
-    """A process group in which all ranks have this rank's tensors, in every collective."""
+    """A process group whose ranks all have this rank's tensors."""
 
     def __init__(self, rank: int, size: int, counted: DryRun) -> None:
         super().__init__(rank, size)
@@ -121,7 +121,7 @@ class DryGroup(Group):
         self._name = ""
         self._others = (size - 1) / size
 
-    # torch's own ask for a backend in C++.
+    # torch's properties require a backend in C++.
     group_name = property(lambda self: self._name, lambda self, name: setattr(self, "_name", name))
     _set_group_name = group_name.fset
 
@@ -129,7 +129,7 @@ class DryGroup(Group):
         return BACKEND
 
     def _done(self, kind: str, tensors: Any, share: float, result: Any = None) -> Any:
-        """Count a collective that has sent this share of the tensors; return its work."""
+        """Count a collective that sends this share of the tensors; return completed work."""
         if isinstance(tensors, Tensor):
             tensors = [tensors]
         self.counted.calls[kind] += 1
@@ -139,7 +139,7 @@ class DryGroup(Group):
         return names_of_torch()[0](future)
 
     def _sum(self, tensors: Any, options: Any) -> None:
-        # The mean of equal tensors, and the largest of them, is one of them.
+        # The mean and the maximum of equal tensors are equal to the tensors.
         if options is None or options.reduceOp == dist.ReduceOp.SUM:
             for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
                 tensor.mul_(self.size())
@@ -163,7 +163,7 @@ class DryGroup(Group):
         return self._done("all_gather", all_rows, self._others, outputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> Any:
-        output.view(self.size(), -1).copy_(own.clone().view(1, -1))  # `own` may be a part of it
+        output.view(self.size(), -1).copy_(own.clone().view(1, -1))  # `own` may overlap
         return self._done("all_gather", output, self._others)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
@@ -176,7 +176,7 @@ class DryGroup(Group):
     ) -> Any:
         sizes = cuts or [len(given) // self.size()] * self.size()
         own = given.split(sizes)[self.rank()]
-        for part in output.split(output_cuts or sizes):  # of other sizes where others send more
+        for part in output.split(output_cuts or sizes):  # sizes may differ between ranks
             part.copy_(own if part.shape == own.shape else part.new_zeros(()))
         return self._done("all_to_all", given, 1 - len(own) / max(1, len(given)), [output])
 
@@ -189,7 +189,7 @@ class DryGroup(Group):
     def barrier(self, options: Any = None) -> Any:
         return self._done("barrier", [], 0)
 
-    # Their names until torch 2.12.
+    # Names up to torch 2.12.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -197,7 +197,7 @@ class DryGroup(Group):
 
 @contextmanager
 def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
-    """Run what is inside as one rank of `world_size`, of which the others do not exist.
+    """Run the block as a single rank of `world_size`, without the other ranks.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(1024, 1024)
@@ -210,11 +210,13 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
     >>> dict(counted.calls)
     {'reduce_scatter': 9, 'all_reduce': 1, 'all_gather': 9}
 
-    torch has a process group of so many ranks meanwhile, in which every part of the library,
-    torch's DDP and `fully_shard` run. Each collective answers as if every rank had this one's
-    tensors: values are not to be relied on. Collectives, memory and the time that Python takes are
-    those of this rank on GPUs with NCCL. `save` writes nothing. It yields what is counted: `calls`
-    and `sent` of collectives by their kind, `requests`, `keys` and `store_bytes` of the store.
+    Inside the block, torch has a process group of this size. All parts of the library, torch's DDP
+    and `fully_shard` work. Collectives answer as if every rank had this rank's tensors, so values
+    are meaningless. Collectives, memory and Python's running time match a rank on GPUs with NCCL.
+    `save` does not write files.
+
+    Yields counters: `calls` and `sent` of collectives by kind, and `requests`, `keys` and
+    `store_bytes` of the store.
     """
     world_size = whole("world_size", world_size, least=1)
     rank = whole("rank", rank, least=0)
@@ -222,8 +224,8 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
         raise ValueError(f"rank must be below world_size={world_size}, got {rank}.")
     if dist.is_initialized():
         raise RuntimeError(
-            "dry_run makes a process group of its own, and there is one. Leave out what made it, "
-            "or call torch.distributed.destroy_process_group() first."
+            "dry_run creates a process group, and there is one already. Do not create a process "
+            "group before, or call torch.distributed.destroy_process_group() first."
         )
     names_of_torch()
     counted = DryRun()
@@ -238,5 +240,5 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
         yield counted
     finally:
         dist.destroy_process_group()
-        sys.excepthook = hook  # torch's would write the rank before each line of an error
-        names_of_torch()[1]()  # of DTensors: it has meshes, of which rank 0's counts as rank 3's
+        sys.excepthook = hook  # torch's hook would print the rank before each line of an error
+        names_of_torch()[1]()  # DTensor's cache does not distinguish meshes of different ranks

@@ -1,30 +1,31 @@
-"""Make process groups that only we use, and end them with their last user.
+"""Create gloo groups for the exclusive use of manyhands, and end each group with its last user.
 
-Some of our collectives must never be taken for anybody else's: the small vector that a scaling
-rule sends at the end of a backward pass, the buckets of a `ShardedDataParallel`, a block's mean
-that travels while training goes on. Each of these objects has a separate gloo group, which costs
-a few descriptors and three threads.
+Some of our collectives must not be confused with collectives of other code: the numbers that a
+scaling rule sends at the end of a backward pass, the buckets of `ShardedDataParallel`, the mean of
+a block, which is sent during training. Each of these objects has a separate gloo group, at the cost
+of a few descriptors and three threads.
 
-    connect   all ranks agree on a serial number, and connect to those whom they will send messages
-    Lease     kept by each user of the group; the group ends with the last reference to the lease
-    end       in a thread, because the end of a gloo group waits for its messages under way (a
-              crew's groups end the same way)
+    connect   all ranks agree on a serial number and connect to the ranks that they exchange with
+    Lease     owned by each user of the group; the group ends with the last reference to the lease
+    end       in a thread, because ending a gloo group waits for pending messages (also for groups
+              of a crew)
 
-gloo by itself connects all ranks to all, with N requests of each for N addresses of N bytes. Ours
-connect two ranks when they first exchange a message, and open at once the connections that will be
-used, the ring of an all-gather or an all-reduce, or all pairs: a rank that dies later must not keep
-the others in a connection that never comes.
+By default, gloo connects all pairs of ranks, with N requests per rank for N addresses of N bytes.
+Our groups connect two ranks at their first message. `connect` immediately opens the connections for
+later use, either a ring or all pairs, so that no rank waits for a connection to a rank that has
+died.
 
-Two objects share no group. Ranks may issue the collectives of two rules in different orders (the
-hooks of two optimizers on one model fire in the order in which they were made), and what a rank
-that misses a pass sends next would be taken for another part's. Stop votes of one process group
-share one; so do an `OSS` in shared memory and its module, whose collectives have one order.
+Objects do not share groups. Ranks may issue the collectives of two rules in different orders (hooks
+of two optimizers on a model fire in the order of creation), and a rank that misses a pass would
+send its next message to the wrong object. Exceptions are the stop votes of a process group, and an
+`OSS` in shared memory with its module, because their collectives have a fixed order.
 
-These groups are not made with `torch.distributed.new_group`, because torch names a group by its
-ranks and by the *number* of groups that the process has. Ranks whose garbage collectors drop a
-group at different moments would wait for each other under different names, or find the addresses of
-a group that has ended. torch keeps no record of our groups, so `destroy_process_group()` leaves
-them alone.
+We do not use `torch.distributed.new_group`, because torch names groups by ranks and by the *number*
+of groups in the process. Ranks whose garbage collectors drop groups at different times would wait
+for each other under different names, or find the addresses of an ended group. torch has no record
+of our groups, so `destroy_process_group()` does not end them.
+
+torch and gloo do not expose their sockets. The second half of this file finds them.
 """
 
 from __future__ import annotations
@@ -32,61 +33,57 @@ from __future__ import annotations
 import atexit
 import ctypes
 import hashlib
-import json
 import os
+import re
+import select
+import socket
+import stat
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
-from manyhands._ranks import presence
 from manyhands._ranks.dry_run import DryGroup, dry_group
-from manyhands._ranks.message_box import MessageBox
-from manyhands._ranks.sockets import (
-    TCP_CLOSE,
-    WatchedSocket,
-    forget_sockets,
-    listening_sockets,
-    shut_connections,
-    watched_sockets,
-)
-from manyhands._warn import warn
 
 Gather: TypeAlias = Callable[[list[float]], list[list[float]]]  # numbers, over some ranks
-FIRST_PAUSE = 0.001  # seconds between two checks for users of a group, at first
-LONGEST_PAUSE = 1.0  # and later
-STUCK = 0.3  # seconds between two looks for sockets that keep a group from ending
-SHUT_WITHIN = 1.0  # seconds in which gloo closes connections that have been shut
+FIRST_PAUSE = 0.001  # seconds between two checks for users of a group: initial value,
+LONGEST_PAUSE = 1.0  # and maximum
+STUCK = 0.3  # seconds between two checks for sockets that prevent the end of a group
+SHUT_WITHIN = 1.0  # seconds within which gloo closes connections after a shutdown
+TAG = 7060  # of messages that open connections
 
-CALL = "Call it on every worker."
-TAG = 7060  # of the messages that open connections
+# States of a connection, from linux/tcp_states.h.
+TCP_ESTABLISHED = 1
+TCP_CLOSE = 7
+TCP_LISTEN = 10
 
 _making_devices = threading.Lock()
 
-# The newest prefixes that this rank has used, by name. Weak: a store is a server's port.
+# Last serial number per name. Weak, because a store owns the port of a server.
 _serials: weakref.WeakKeyDictionary[Store, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def name_of_ranks(ranks: Sequence[int]) -> str:
-    """Return a name for these ranks that is short, however many they are: it goes into keys."""
+    """Return a short name for these ranks, for use in keys."""
     return hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
 
 
 def new_prefix(store: Store, kind: str, ranks: Sequence[int], gather: Gather) -> str:
-    """Return a prefix for keys that these ranks have not used: the same on each of them."""
+    """Return an unused prefix for keys, equal on all of these ranks."""
     serials = _serials.setdefault(store, Counter())
     name = f"manyhands/{kind}/{name_of_ranks(ranks)}"
-    newest = gather([float(serials[name])])  # may differ where a rank once failed
+    newest = gather([float(serials[name])])  # may differ after a failure on a rank
     serial = int(max(number for (number,) in newest)) + 1
     serials[name] = serial
     return f"{name}/{serial}"
@@ -94,19 +91,19 @@ def new_prefix(store: Store, kind: str, ranks: Sequence[int], gather: Gather) ->
 
 @dataclass
 class HeldGroup:
-    """A group of our own, on its way from its maker to `GroupCloser`, which drops it."""
+    """A group of ours, from creation until `GroupCloser` drops the group."""
 
-    group: Any  # None once it has been dropped
-    epolls: frozenset[int] = frozenset()  # on which the threads of gloo wait for its sockets
+    group: Any  # None after the group was dropped
+    epolls: frozenset[int] = frozenset()  # epolls on which gloo's threads wait for sockets
     process: int = field(default_factory=os.getpid)
 
 
 class Lease:
-    """Keeps a group of our own alive. An object that keeps `group` keeps the lease as well."""
+    """Prevents the end of a group. Objects that refer to `group` must also refer to the lease."""
 
     def __init__(self, held: HeldGroup, ranks: tuple[int, ...]) -> None:
         self.group: dist.ProcessGroup = held.group
-        self.ranks = ranks  # among all processes
+        self.ranks = ranks  # global ranks
         weakref.finalize(self, group_closer.close_when_unused, held)
 
 
@@ -119,21 +116,24 @@ def connect(
     *,
     pairs: bool = False,
 ) -> Lease:
-    """Return a new gloo group of these ranks. Call it on each of them."""
-    # `pairs`: they will exchange slices, or broadcast; else they pass messages on in a ring.
+    """Return a new gloo group. Call on each of these ranks.
+
+    `pairs` opens connections between all pairs, for slices and broadcasts; by default, only the
+    connections of a ring are opened.
+    """
     own_store = PrefixStore(new_prefix(store, "group", ranks, gather), store)
     size = len(ranks)
     dry = dry_group()
     if dry is not None:
         return Lease(HeldGroup(DryGroup(rank, size, dry.counted)), tuple(ranks))
     held = make_gloo(own_store, rank, size, timeout or default_pg_timeout)
-    # In the object that torch has around every backend, so that profilers see its collectives.
+    # Wrap the backend like torch does, so that profilers see the collectives.
     group = dist.ProcessGroup(own_store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, held.group)
     held.group = group
     lease = Lease(held, tuple(ranks))
-    # A barrier, too: a rank that drops the group before all have connected would break it.
+    # Also a barrier, because no rank may drop the group before all ranks have connected.
     if pairs:
         open_pairs(group, rank, size)
     else:
@@ -142,9 +142,9 @@ def connect(
 
 
 def open_pairs(group: Any, rank: int, size: int) -> None:
-    """Let all ranks exchange a message with each other, which connects them."""
+    """Connect all pairs of ranks by exchanging messages."""
     works = []
-    for turn in range(1, size):  # on all ranks in the same order
+    for turn in range(1, size):  # in equal order on all ranks
         works.append(group.recv([torch.empty(1, device="cpu")], (rank - turn) % size, TAG))
         works.append(group.send([torch.empty(1, device="cpu")], (rank + turn) % size, TAG))
     for work in works:
@@ -152,11 +152,11 @@ def open_pairs(group: Any, rank: int, size: int) -> None:
 
 
 def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str = "") -> HeldGroup:
-    """Return a gloo group that connects two ranks when they first exchange a message."""
-    make: Any = dist.ProcessGroupGloo  # torch's types leave its options out
+    """Return a gloo group that connects two ranks at their first message."""
+    make: Any = dist.ProcessGroupGloo  # the type stubs lack the options
     options = make._Options()
     options._timeout = timeout
-    with _making_devices:  # torch does not say which epolls belong to a device
+    with _making_devices:  # find the epolls of the new devices
         before = listening_sockets()
         options._devices = gloo_devices(host)
         after = listening_sockets()
@@ -165,11 +165,11 @@ def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str 
 
 
 def gloo_devices(host: str = "") -> list[Any]:
-    """Return the network interfaces of a group; raise RuntimeError if there are none."""
+    """Return the network interfaces for a group; raise RuntimeError if there are none."""
     make: Any = dist.ProcessGroupGloo
 
     def devices(lazy: bool) -> list[Any]:
-        # As torch does, which reads this variable only where it makes the devices itself.
+        # torch reads this variable only when torch creates the devices.
         names = os.environ.get("GLOO_SOCKET_IFNAME")
         if names:
             return [make.create_device(interface=n, lazy_init=lazy) for n in names.split(",")]
@@ -179,102 +179,8 @@ def gloo_devices(host: str = "") -> list[Any]:
 
     try:
         return devices(lazy=True)
-    except RuntimeError:  # only TCP can: not libuv (macOS, Windows), and not TLS
+    except RuntimeError:  # only TCP supports lazy connections: not libuv (macOS, Windows) or TLS
         return devices(lazy=False)
-
-
-class RollCall:
-    """Waits until all ranks make the same call, outside of any collective.
-
-    For calls that lead to a collective, and that a script of other people's may make on one rank
-    alone: that rank then gets an error, and does not wait for a collective that never comes.
-    """
-
-    # Seconds. Other ranks may be writing files meanwhile.
-    warn_after = 30.0
-    give_up_after = 600.0
-    look_after = 10.0  # until the first check whether the missing ranks can still come
-
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        prefix: str = "manyhands/call",
-        ranks: Sequence[int] = (),
-    ) -> None:
-        self.box = MessageBox(store, prefix)
-        self._rank = rank
-        self._size = size
-        self._ranks = ranks  # among all processes, if they are known
-
-    def wait(self, call: str, in_vain: Callable[[], str] = str) -> None:
-        """Wait until all ranks are here; warn if that takes long, and raise if they do not come."""
-        # `in_vain` may know earlier that they will not, and returns the error's message then.
-        began = time.monotonic()
-        warned = False
-        pause = FIRST_PAUSE
-        count = self.box.count("", 1)
-        everyone = -(-count // self._size) * self._size  # the count once all ranks have called
-        first = count == everyone - self._size + 1
-        if count < everyone:
-            self.box.put(f"/{self._rank}", str(everyone))
-        if first and self._size > 1:
-            self._note_problem("")
-        others = presence.Presence(self.box.store)
-        while count < everyone:
-            waited = time.monotonic() - began
-            problem = ""
-            if waited > self.look_after:
-                problem = in_vain()
-                if not problem and others.may_look():
-                    problem = self._look_for_missing(others, call, everyone, first)
-            late = waited > self.give_up_after
-            if not problem and (late or (waited > self.warn_after and not warned)):
-                missing = self._missing(everyone) if first else []  # all would ask too often
-                who = f"rank(s) {missing[:8]}"
-                if not missing:
-                    who = f"{everyone - count} of {self._size} ranks"
-                if late:
-                    problem = f"{who} have not called {call} within {waited:.3g} s. {CALL}"
-                else:
-                    warned = True
-                    warn(f"{call} waits: {who} have not called it. {CALL}")
-            if problem and self._leave(everyone):
-                raise RuntimeError(problem)
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            if waited < self.look_after:
-                pause = min(pause, 0.05)
-            count = self.box.count("", 0)
-
-    def _look_for_missing(
-        self, others: presence.Presence, call: str, everyone: int, first: bool
-    ) -> str:
-        """Return an error's message if the missing ranks will not come, else ""."""
-        if not self._ranks:
-            return ""
-        if first:
-            reason = others.why_absent([self._ranks[rank] for rank in self._missing(everyone)])
-            self._note_problem(reason)
-        else:  # the first to come looks for all
-            number, reason = json.loads(self.box.read("/first"))
-            reason = reason or others.why_absent([self._ranks[number]])
-        return reason and f"rank {self._rank} has called {call}, and {reason}. {CALL}"
-
-    def _note_problem(self, reason: str) -> None:
-        """Write, on the first rank to come, that it is the first, and its `reason`."""
-        self.box.put("/first", json.dumps([self._rank, reason]))
-
-    def _missing(self, everyone: int) -> list[int]:
-        return [n for n in range(self._size) if self.box.read(f"/{n}") != str(everyone)]
-
-    def _leave(self, everyone: int) -> bool:
-        """Return whether this rank could take back that it was here, before all were."""
-        if self.box.count("", -1) < everyone - 1:
-            return True
-        self.box.count("", 1)  # the last one has come in this moment
-        return False
 
 
 def _close_connections(epolls: Collection[int]) -> bool:
@@ -282,35 +188,36 @@ def _close_connections(epolls: Collection[int]) -> bool:
     deadline = time.monotonic() + SHUT_WITHIN
     while connections := shut_connections(epolls):
         if time.monotonic() > deadline:
-            # One that never connected has no owner that could close it (see `_end_loop`).
+            # gloo does not close sockets that never connected (see `_end_loop`).
             return all(connection.state == TCP_CLOSE for connection in connections)
         time.sleep(FIRST_PAUSE)
     return True
 
 
 def _end_loop(epolls: Collection[int], dropped: threading.Event) -> None:
-    """Let gloo's thread end that waits on these epolls, while the group it belongs to is dropped.
+    """Help gloo's thread on these epolls to end while its group is dropped.
 
-    It ends as soon as no socket has anything to say. After a cut one may be left that was never
-    connected, which always has (torch 2.13). Then the thread is busy, and never ends.
+    The thread ends when no socket has pending events. After a network cut, a socket that never
+    connected may remain and permanently reports events (torch 2.13): the thread would loop forever.
     """
     seen: set[WatchedSocket] = set()
     while not dropped.wait(STUCK):
         now = {each for each in watched_sockets(epolls) if each.state == TCP_CLOSE}
-        forget_sockets(seen & now)  # not those that are about to be connected
+        forget_sockets(seen & now)  # excludes sockets that are about to connect
         seen = now
 
 
 def _keep_for_ever(group: object) -> None:
-    """Leave a group to the end of the process."""
+    """Leak a group until the end of the process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class GroupCloser:
-    """Closes groups that have no users any more, each in a separate thread.
+    """Closes unused groups, each in a separate thread.
 
-    A thread that returns from C++ while Python ends aborts the process. So no thread drops a group
-    then, and a thread that drops one, connects one or waits in one is awaited, for a second.
+    A thread that returns from C++ during interpreter shutdown aborts the process. Therefore no
+    thread drops a group during shutdown, and shutdown waits up to a second for threads that use
+    groups.
     """
 
     def __init__(self) -> None:
@@ -319,36 +226,36 @@ class GroupCloser:
         self._closed = False
 
     def close_when_unused(self, held: HeldGroup) -> None:
-        """Drop this group once it has no other user; return at once."""
+        """Drop this group in the background after its last use."""
         if held.process == os.getpid() and not self._closed:
             thread = threading.Thread(target=self._drop, args=(held,), name="manyhands end")
             thread.daemon = True
             try:
                 thread.start()
                 return
-            except RuntimeError:  # Python is ending, and (from 3.12 on) starts no more threads
+            except RuntimeError:  # Python 3.12+ starts no threads during shutdown
                 pass
-        # The group's threads belong to the process that made it, and the system ends them with it.
-        # A forked child would wait for them for ever, and at Python's end it is too late to wait.
+        # The group's threads exist only in the process that created the group: a forked child would
+        # wait forever. During interpreter shutdown, waiting is unsafe.
         _keep_for_ever(held.group)
 
     def _drop(self, held: HeldGroup) -> None:
-        """Wait, in a thread, until the group has no other user, and let it end."""
+        """Wait, in a thread, until the group is unused, and drop the group."""
         pause = FIRST_PAUSE
-        while sys.getrefcount(held.group) > 2 or not self._enter():  # the field, and the call
+        while sys.getrefcount(held.group) > 2 or not self._enter():  # 2: the field and the call
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        # While gloo ends a group, it closes sockets without taking them off its epoll. Where a
-        # forked process has copies of them, such as a DataLoader's worker, the epoll still reports
-        # them, and gloo aborts this process (torch 2.13). So the connections are closed first.
-        # A message that no rank waits for any longer fails then.
+        # gloo closes sockets of a group without removing them from its epoll. If a forked process,
+        # such as a DataLoader worker, has copies of the sockets, the epoll still reports events and
+        # gloo aborts this process (torch 2.13). Therefore shut the connections first, which fails
+        # pending messages without a waiting rank.
         if not _close_connections(held.epolls):
             _keep_for_ever(held.group)
             return
-        # Under numbers that no other epoll gets when gloo closes these.
+        # Duplicates, because descriptors are reused after gloo closes the epolls.
         epolls = [os.dup(epoll) for epoll in held.epolls]
         dropped = threading.Event()
-        with suppress(RuntimeError):  # Python is ending, as above
+        with suppress(RuntimeError):  # interpreter shutdown, as above
             threading.Thread(target=_end_loop, args=(epolls, dropped), daemon=True).start()
         held.group = None
         dropped.set()
@@ -356,26 +263,158 @@ class GroupCloser:
             os.close(epoll)
 
     def _enter(self) -> bool:
-        """Return whether there is still time to drop a group, and note that this thread does so."""
+        """Register this thread; return False during interpreter shutdown."""
         with self._lock:
             if not self._closed:
                 self._under_way.add(threading.current_thread())
             return not self._closed
 
     def await_at_end(self, thread: threading.Thread) -> None:
-        """Wait for this thread in `close`: it will use a group. Call this before it starts."""
+        """Let `close` wait for this thread. Call before starting the thread."""
         self._under_way.add(thread)
 
     def close(self) -> None:
-        """As Python ends (`atexit`): drop no more groups, and wait for the threads under way."""
+        """Stop dropping groups, and wait for registered threads. Called by `atexit`."""
         with self._lock:
             self._closed = True
-        until = time.monotonic() + 1.0  # a slower one waits for a message that does not come
+        until = time.monotonic() + 1.0  # slower threads wait for messages of lost ranks
         for thread in list(self._under_way):
-            if thread.ident is not None:  # it could be started
+            if thread.ident is not None:  # was started
                 thread.join(max(0.0, until - time.monotonic()))
 
 
+# -- sockets of torch and gloo --------------------------------------------------------------------
+
+
+def internet_sockets() -> Iterator[socket.socket]:
+    """Yield the internet sockets of this process as duplicates. The caller closes each."""
+    for name in os.listdir("/dev/fd"):
+        found = internet_socket(int(name))
+        if found is not None:
+            yield found
+
+
+def internet_socket(descriptor: int) -> socket.socket | None:
+    """Return a duplicate of the internet socket with this descriptor, or None."""
+    try:
+        # Do not duplicate files: closing a descriptor drops the locks (`lockf`) of this process.
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
+        second = os.dup(descriptor)
+    except OSError:  # closed concurrently
+        return None
+    blocking = os.get_blocking(second)
+    try:
+        found = socket.socket(fileno=second)
+    except OSError:  # no longer a socket
+        os.close(second)
+        return None
+    # With a default timeout, socket() sets O_NONBLOCK, which the owner's descriptor shares. Restore
+    # the flag only then, because the owner may change the flag concurrently.
+    if socket.getdefaulttimeout() is not None:
+        os.set_blocking(second, blocking)
+    if found.family in (socket.AF_INET, socket.AF_INET6):
+        return found
+    found.close()
+    return None
+
+
+@dataclass(frozen=True)
+class WatchedSocket:
+    """A TCP socket on the list of an epoll."""
+
+    epoll: int  # a descriptor
+    descriptor: int
+    inode: str  # of the socket
+    state: int  # of the connection, such as TCP_LISTEN
+
+
+def watched_sockets(epolls: Iterable[int]) -> set[WatchedSocket]:
+    """Return the TCP sockets on the lists of these epolls."""
+    found = set()
+    for epoll in epolls:
+        for descriptor, inode in _watched_by(epoll):
+            end = _socket_with(inode, descriptor)
+            if end is None:
+                continue
+            with closing(end):
+                state = state_of(end)
+            if state is not None:
+                found.add(WatchedSocket(epoll, descriptor, inode, state))
+    return found
+
+
+def _socket_with(inode: str, descriptor: int) -> socket.socket | None:
+    """Return a duplicate of the socket with this descriptor and inode, or None.
+
+    gloo may close the socket at any time, and a new socket may reuse the descriptor. A forked
+    process inherits epolls, while descriptors on their lists may refer to different sockets.
+    """
+    end = internet_socket(descriptor)
+    if end is not None and os.fstat(end.fileno()).st_ino != int(inode, 16):
+        end.close()
+        return None
+    return end
+
+
+def listening_sockets() -> dict[str, int]:
+    """Return the epoll of each listening socket on an epoll of this process, by inode."""
+    found = {}
+    for watched in watched_sockets(_epolls()):
+        if watched.state == TCP_LISTEN:
+            found[watched.inode] = watched.epoll
+    return found
+
+
+def shut_connections(epolls: Iterable[int]) -> set[WatchedSocket]:
+    """Shut down the connections of these epolls; return the connections still open in gloo.
+
+    Pending messages fail immediately at both ends. Data already sent still arrives.
+    """
+    connections = {each for each in watched_sockets(epolls) if each.state != TCP_LISTEN}
+    for watched in connections:
+        end = _socket_with(watched.inode, watched.descriptor)
+        if end is not None:
+            with closing(end), suppress(OSError):  # closed concurrently, or never connected
+                # Not close(): gloo owns the descriptor and waits for it.
+                end.shutdown(socket.SHUT_RDWR)
+    return connections
+
+
+def forget_sockets(sockets: Iterable[WatchedSocket]) -> None:
+    """Remove sockets from the lists of epolls."""
+    for watched in sockets:
+        with suppress(OSError), select.epoll.fromfd(os.dup(watched.epoll)) as epoll:
+            epoll.unregister(watched.descriptor)
+
+
+def _epolls() -> list[int]:
+    """Return the descriptors of the epolls of this process; none outside Linux."""
+    found = []
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
+        with suppress(OSError):  # closed concurrently
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                found.append(int(name))
+    return found
+
+
+def _watched_by(epoll: int) -> list[tuple[int, str]]:
+    """Return (descriptor, inode) of each entry on the list of an epoll."""
+    try:
+        text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
+    except OSError:  # closed concurrently
+        return []
+    return [(int(fd), inode) for fd, inode in re.findall(r"tfd: *(\d+) .* ino:(\w+)", text)]
+
+
+def state_of(end: socket.socket) -> int | None:
+    """Return the state of a TCP socket; None for other sockets."""
+    try:
+        return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    except OSError:
+        return None
+
+
 group_closer = GroupCloser()
-weakref.finalize(group_closer, int)  # registers weakref's exit function, which is to run after ours
+weakref.finalize(group_closer, int)  # registers weakref's exit function to run after ours
 atexit.register(group_closer.close)

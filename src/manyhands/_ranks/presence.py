@@ -1,32 +1,33 @@
 """Detect ranks that have ended or failed, and ranks that wait elsewhere.
 
-Ranks that wait for each other in different calls, or for a process that has ended, would wait until
-the process group's time-out. There are three signs, and no traffic while all goes well:
+Ranks that wait for each other in different calls, or for an ended process, would wait until the
+timeout of the process group. Three signs reveal this, without traffic in normal operation:
 
-    connections   a process that ends, in whatever way, closes its connections, and gloo has one
-                  between any two ranks of the default group. A receive from such a rank fails at
-                  once; from all others it stays pending
-    failures      a rank that ends by an exception, or because of a lost connection, says so in the
-                  store first. Any other rank that has ended was killed, or has ended by itself
-    waiting       a rank whose training thread has stood still inside torch or this library says in
-                  the store in which line of the script. A thread looks every few seconds
+    connections   an ending process closes its connections, and gloo connects all pairs of ranks of
+                  the default group. A receive from an ended rank fails immediately; other receives
+                  stay pending
+    failures      a rank that ends by an exception or a lost connection first writes the reason to
+                  the store. Other ended ranks were killed, or ended by themselves
+    waiting       a rank whose training thread stands still inside torch or this library writes the
+                  waiting line of the script to the store. A thread checks every few seconds
                   (`standstill.py`)
 
-`Presence` answers whether it is in vain to wait. `explained` turns gloo's error about a connection
-into one that names ranks and steps. Training steps are collectives in which all ranks take part, so
-a rank that has ended took as many as this one has completed.
+`Presence` answers whether waiting is in vain. `RollCall` waits until all ranks make a call.
+`explained` converts gloo's connection errors to errors that name ranks and steps. Training steps
+contain collectives of all ranks, so an ended rank has taken as many steps as this rank.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from traceback import format_exception_only
 from types import TracebackType
@@ -38,18 +39,22 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from manyhands._ranks.dry_run import dry_group
+from manyhands._ranks.groups import TCP_ESTABLISHED, internet_sockets, state_of
 from manyhands._ranks.message_box import MessageBox
-from manyhands._ranks.sockets import is_connected_to
 from manyhands._ranks.standstill import Standstill
+from manyhands._warn import warn
 
-LOOK = 5.0  # seconds between two looks at other ranks
-WATCH = 2.0  # seconds between two looks at the training thread
-BLOCKED = 10.0  # seconds for which a thread must have stood still to count as waiting
-LATE = 1.0  # seconds after a lost connection in which the others with that rank close, too
-NAMED = 8  # ranks that a message names
-TAG = 7061  # of receives that no rank ever sends to
+FIRST_PAUSE = 0.001  # seconds between two checks of a roll call: initial value,
+LONGEST_PAUSE = 1.0  # and maximum
+LOOK = 5.0  # seconds between two checks of other ranks
+WATCH = 2.0  # seconds between two checks of the training thread
+BLOCKED = 10.0  # seconds without processor time after which a thread counts as waiting
+LATE = 1.0  # seconds within which ranks follow a lost connection to a rank
+NAMED = 8  # maximum number of ranks in a message
+TAG = 7061  # of receives without a matching send
 PREFIX = "manyhands/presence/"
-LONGEST = 500  # characters of an error that other ranks are told
+LONGEST = 500  # characters of an error sent to other ranks
+CALL = "Call it on every worker."
 KILLED = "Was its process killed, for instance because the memory was full?"
 UNEVEN = (
     "Every rank has to take as many steps as the others: give them equally many batches, or stop "
@@ -61,20 +66,20 @@ _steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 def count_step(owner: object) -> None:
-    """Count a training step that an optimizer or a model has completed."""
+    """Count a completed training step of an optimizer or a model."""
     _steps[owner] = _steps.get(owner, 0) + 1
 
 
 class Presence:
-    """Which ranks have ended, failed or wait elsewhere, by their numbers among all processes."""
+    """Finds ranks that have ended, failed or wait elsewhere. Ranks are global."""
 
     def __init__(self, store: Store) -> None:
         self._box = MessageBox(store, PREFIX)
-        self._waiting = ""  # where ranks waited, when this one last looked
-        self._looked = -LOOK  # when that was
+        self._waiting = ""  # where ranks waited at the last look
+        self._looked = -LOOK  # time of the last look
 
     def may_look(self) -> bool:
-        """Return whether `LOOK` seconds have passed since the last look, and count the next."""
+        """Return whether `LOOK` seconds have passed since the last look, and register a look."""
         now = time.monotonic()
         if now - self._looked < LOOK:
             return False
@@ -82,7 +87,7 @@ class Presence:
         return True
 
     def find_ended(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of these ranks that have closed their connections."""
+        """Return the ranks with closed connections."""
         world: Any = dist.group.WORLD
         if not _has_connections():
             return []
@@ -91,7 +96,7 @@ class Presence:
             if rank == world.rank():
                 continue
             try:
-                # Nothing is ever sent, and no rank waits for it: gloo's time-out is that of waits.
+                # No rank sends or waits. Only waiting is subject to gloo's timeout.
                 world.recv([torch.empty(1, device="cpu")], rank, TAG)
             except RuntimeError as error:
                 if _is_lost(error):
@@ -99,10 +104,10 @@ class Presence:
         return ended
 
     def why_absent(self, ranks: Sequence[int]) -> str:
-        """Return why waiting for all of these ranks is in vain, or "" while they may come.
+        """Return why waiting for these ranks is in vain, or "".
 
-        Ask when `may_look` says so: that ranks wait elsewhere counts at the second time, because
-        they may have gone on since they said so.
+        Call when `may_look` returns True. Waiting elsewhere counts at the second look, because a
+        rank may have continued since writing to the store.
         """
         ended = self.find_ended(ranks)
         if ended:
@@ -116,7 +121,7 @@ class Presence:
         return self._waiting
 
     def _find_waiting(self, ranks: Sequence[int]) -> str:
-        """Return in which lines all of these ranks wait; "" if any does not."""
+        """Return the lines in which these ranks wait; "" if a rank does not wait."""
         places: dict[str, list[int]] = {}
         for rank in ranks:
             place = self._read("waits", rank)
@@ -124,18 +129,16 @@ class Presence:
                 return ""
             places.setdefault(place, []).append(rank)
         waiting = []
-        for place, those in places.items():
-            verb = "waits"
-            if len(those) > 1:
-                verb = "wait"
-            waiting.append(f"{name_ranks(those)} {verb} in {place}")
+        for place, there in places.items():
+            verb = "wait" if len(there) > 1 else "waits"
+            waiting.append(f"{name_ranks(there)} {verb} in {place}")
         return " and ".join(waiting)
 
     def find_first_ended(self, ranks: Sequence[int]) -> tuple[list[int], str]:
-        """Return the ranks that have ended by themselves, or else how one of them has failed.
+        """Return the ranks that ended first after a lost connection, and the failure of a rank.
 
-        For an error about a lost connection. Ranks that have lost a connection fail one after the
-        other; those that have ended and did not say so were the first.
+        Ranks that lose a connection fail in turn and report a failure. Ended ranks without a report
+        were the first.
         """
         ended = self.find_ended(ranks)
         deadline = time.monotonic() + LATE
@@ -154,12 +157,12 @@ class Presence:
         return first, failed
 
     def count_at_work(self, own: int = 0) -> int:
-        """Return how often ranks have said that they are at work, with this one's `own`."""
+        """Add `own` to the number of reports that ranks are at work; return the total."""
         return self._box.count("at work", own)
 
     def say(self, kind: str, text: str) -> None:
-        """Tell the other ranks that this one has "failed", and why, or in which line it "waits"."""
-        with suppress(RuntimeError):  # the store ends in this moment
+        """Report to other ranks the reason why this rank "failed", or the line where it "waits"."""
+        with suppress(RuntimeError):  # the store ends concurrently
             if self._answers():
                 self._box.put(f"{kind}/{dist.get_rank()}", text)
 
@@ -169,15 +172,27 @@ class Presence:
         return ""
 
     def _answers(self) -> bool:
-        """Return whether the store is there: a request to one that has ended prints a stack."""
+        """Return whether the store is alive. Requests to an ended store print a stack trace."""
         store: Any = self._box.store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        return not isinstance(store, TCPStore) or is_connected_to(store.port)
+        return not isinstance(store, TCPStore) or _is_connected_to(store.port)
+
+
+def _is_connected_to(port: int) -> bool:
+    """Return whether a connection of this process to a port is open at both ends."""
+    for end in internet_sockets():
+        with closing(end):
+            # The state is available on Linux only.
+            is_open = sys.platform != "linux" or state_of(end) == TCP_ESTABLISHED
+            with suppress(OSError):  # not connected
+                if is_open and end.getpeername()[1] == port:
+                    return True
+    return False
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Such as "ranks 1, 2"."""
+    """Return text such as "ranks 1, 2"."""
     listed = ", ".join(map(str, ranks[:NAMED]))
     if len(ranks) > NAMED:
         listed += ", ..."
@@ -191,23 +206,117 @@ def have_ended(ranks: Sequence[int]) -> str:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Return whether an error of torch's says that another process has ended."""
+    """Return whether an error of torch reports a lost connection."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
 
 
 def _has_connections() -> bool:
-    """Return whether gloo has connected all ranks of the default group to each other."""
+    """Return whether gloo has connected all pairs of ranks of the default group."""
     if not dist.is_initialized() or dry_group() is not None:
         return False
     lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "true", "yes", "y", "on")
     return "cpu:gloo" in dist.get_backend_config().split(",") and not lazy
 
 
+class RollCall:
+    """Waits until all ranks make the same call, without a collective.
+
+    Used before collectives in functions that scripts may call on some ranks only. Such a call then
+    raises an error instead of waiting for the collective.
+    """
+
+    # Seconds, long enough for other ranks to write files.
+    warn_after = 30.0
+    give_up_after = 600.0
+    look_after = 10.0  # until the first check whether missing ranks have ended
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        prefix: str = "manyhands/call",
+        ranks: Sequence[int] = (),
+    ) -> None:
+        self.box = MessageBox(store, prefix)
+        self._rank = rank
+        self._size = size
+        self._ranks = ranks  # global ranks, if known
+
+    def wait(self, call: str, in_vain: Callable[[], str] = str) -> None:
+        """Wait until all ranks have called; warn after a while, and raise in the end.
+
+        `in_vain` may return an error message to end the wait early.
+        """
+        began = time.monotonic()
+        warned = False
+        pause = FIRST_PAUSE
+        count = self.box.count("", 1)
+        everyone = -(-count // self._size) * self._size  # count after all ranks have called
+        first = count == everyone - self._size + 1
+        if count < everyone:
+            self.box.put(f"/{self._rank}", str(everyone))
+        if first and self._size > 1:
+            self._note_problem("")
+        others = Presence(self.box.store)
+        while count < everyone:
+            waited = time.monotonic() - began
+            problem = ""
+            if waited > self.look_after:
+                problem = in_vain()
+                if not problem and others.may_look():
+                    problem = self._look_for_missing(others, call, everyone, first)
+            late = waited > self.give_up_after
+            if not problem and (late or (waited > self.warn_after and not warned)):
+                missing = self._missing(everyone) if first else []  # limits requests to the store
+                who = f"rank(s) {missing[:8]}"
+                if not missing:
+                    who = f"{everyone - count} of {self._size} ranks"
+                if late:
+                    problem = f"{who} have not called {call} within {waited:.3g} s. {CALL}"
+                else:
+                    warned = True
+                    warn(f"{call} waits: {who} have not called it. {CALL}")
+            if problem and self._leave(everyone):
+                raise RuntimeError(problem)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            if waited < self.look_after:
+                pause = min(pause, 0.05)
+            count = self.box.count("", 0)
+
+    def _look_for_missing(self, others: Presence, call: str, everyone: int, first: bool) -> str:
+        """Return an error message if missing ranks cannot make the call, else ""."""
+        if not self._ranks:
+            return ""
+        if first:
+            reason = others.why_absent([self._ranks[rank] for rank in self._missing(everyone)])
+            self._note_problem(reason)
+        else:  # only the first rank looks for missing ranks
+            number, reason = json.loads(self.box.read("/first"))
+            reason = reason or others.why_absent([self._ranks[number]])
+        return reason and f"rank {self._rank} has called {call}, and {reason}. {CALL}"
+
+    def _note_problem(self, reason: str) -> None:
+        """Publish, on the first rank, its number and the reason why missing ranks cannot call."""
+        self.box.put("/first", json.dumps([self._rank, reason]))
+
+    def _missing(self, everyone: int) -> list[int]:
+        return [n for n in range(self._size) if self.box.read(f"/{n}") != str(everyone)]
+
+    def _leave(self, everyone: int) -> bool:
+        """Withdraw this rank's call; return False if all ranks have called in the meantime."""
+        if self.box.count("", -1) < everyone - 1:
+            return True
+        self.box.count("", 1)
+        return False
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 
 class HasRanks(Protocol):
-    """A `RankGroup`, which is asked for its ranks only if there is an error."""
+    """A `RankGroup`, whose ranks are computed only after an error."""
 
     @property
     def ranks(self) -> list[int]: ...
@@ -215,10 +324,10 @@ class HasRanks(Protocol):
 
 @contextmanager
 def explained(among: HasRanks | None = None, text: str = "") -> Iterator[None]:
-    """Let the error of a lost connection among some ranks (default: all) say which has ended.
+    """Convert errors of lost connections among ranks (default: all) to errors that name the rank.
 
-    `text` is how the sentence goes on, such as "while it loaded a checkpoint.". By default the
-    ranks train, and the error has their numbers of steps.
+    `text` completes the sentence, for example "while it loaded a checkpoint.". By default the error
+    contains the numbers of training steps.
     """
     try:
         yield
@@ -232,7 +341,7 @@ def explained(among: HasRanks | None = None, text: str = "") -> Iterator[None]:
 def explain(
     error: BaseException, among: HasRanks | None = None, text: str = ""
 ) -> RuntimeError | None:
-    """Return an error that says which ranks have ended, if `error` is that of a lost connection."""
+    """Return an error that names the ended ranks, if `error` reports a lost connection."""
     if not (_is_lost(error) and dist.is_initialized()):
         return None
     own = dist.get_rank()
@@ -259,9 +368,9 @@ def _explain_uncaught(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Tell the other ranks of an exception that ends the script, and explain a lost connection."""
-    # DDP waits for the other ranks in C++, where no code of ours sees its errors.
-    with suppress(Exception):  # the error itself must be shown
+    """Report an uncaught exception to other ranks, and explain lost connections."""
+    # DDP waits in C++, so `explained` cannot catch its errors.
+    with suppress(Exception):  # always show the original error
         better = explain(error)
         if better is not None:
             better.__cause__ = error
@@ -278,7 +387,7 @@ def _explain_uncaught(
 
 
 class _Watch(threading.Thread):
-    """Says in the store if the thread that makes this object waits for other ranks for long."""
+    """Reports to the store if the creating thread waits for other ranks for a long time."""
 
     def __init__(self) -> None:
         super().__init__(name="manyhands presence", daemon=True)
@@ -292,29 +401,28 @@ class _Watch(threading.Thread):
             if self._standstill.look() >= BLOCKED:
                 place = self._standstill.place()
             if place != self._said and dist.is_initialized():
-                # The store may end in this moment, or the process group (a ValueError).
+                # The store or the process group (ValueError) may end concurrently.
                 with suppress(RuntimeError, ValueError):
-                    # A separate connection: requests of the training thread may block the other.
+                    # A separate connection, because the training thread may block its connection.
                     store: Any = _get_default_store()
                     Presence(store.clone()).say("waits", place)
                     self._said = place
 
     def end(self) -> None:
-        """End the thread, as Python ends."""
+        """End the thread. Called by `atexit`."""
         self._over.set()
         self.join(1.0)
 
 
-_watched = 0  # the process whose training thread is watched
+_watched = 0  # id of the process with a watched training thread
 
 
 def begin() -> None:
     """Watch the calling thread from the first call on, and explain uncaught errors."""
-    # Called wherever several ranks meet.
     global _watched
     if _watched == os.getpid() or dry_group() is not None:
         return
-    if _watched == 0:  # a fork has it already
+    if _watched == 0:  # forks inherit the hook
         sys.excepthook = partial(_explain_uncaught, sys.excepthook)
     _watched = os.getpid()
     _steps.clear()

@@ -1,11 +1,11 @@
-"""Describe the ranks of a process group, and send numbers, text and tensors between them.
+"""`RankGroup`: the ranks of a process group, with collectives for numbers, text and tensors.
 
-    identity   `size`, `rank`, `group`, and which backend serves which device
+    identity   `size`, `rank`, `group`, backends by device
     numbers    `all_gather`, `sum_and_gather`, `all_reduce`
     text       `all_gather_text`
     tensors    `broadcast`, `broadcast_from_first`, `all_to_all`; slices of a bucket (`slices.py`)
 
-With one rank every collective returns at once, so that callers need no branch.
+With a single rank, every collective returns immediately, so callers need no branch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from manyhands._ranks import presence, slices
 from manyhands._ranks.dry_run import DryGroup
-from manyhands._ranks.groups import Lease, RollCall, connect, name_of_ranks, new_prefix
+from manyhands._ranks.groups import Lease, connect, name_of_ranks, new_prefix
+from manyhands._ranks.presence import RollCall
 from manyhands._ranks.slices import PendingReduceScatter, SharedMemory, SharedMemoryReduceScatter
 from manyhands._tensors.flat import group_by_type, is_dtensor
 from manyhands._warn import warn
@@ -36,31 +37,34 @@ from manyhands._warn import warn
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-FIRST_ROUND = 512  # bytes of a text that travel in the first all_gather
-SENT_ALONE = 65_536  # elements of a tensor that gets a separate broadcast, without a copy
+FIRST_ROUND = 512  # bytes of a text in the first all_gather
+SENT_ALONE = 65_536  # elements: larger tensors are broadcast separately, without a copy
 JOIN = "Call manyhands.start(), or torch.distributed.init_process_group(), before this."
 
-_settled = False  # whether this process had a process group, or was told that it has none
+_settled = False  # whether this process has a process group or has received a warning
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks that train one model together, and this rank's place among them."""
+    """The ranks that train a model together, seen from one rank."""
 
     size: int = 1
     rank: int = 0
-    # A ProcessGroup, a crew's ProcessGroupGloo, or a stand-in for one; None: the default group.
+    # A ProcessGroup, a crew's ProcessGroupGloo, or a substitute; None: the default group.
     group: Any = None
-    own_group: bool = False  # whether the group is ours alone, so that no other collectives pass
-    lease: Lease | None = None  # keeps a group of our own alive
-    patience: timedelta | None = None  # how long to wait for texts, if not the group's timeout
-    shared_memory: SharedMemory | None = None  # if the ranks of one host exchange through memory
-    mesh: DeviceMesh | None = None  # of copies and shards, if each copy is sharded by itself
+    own_group: bool = False  # whether manyhands has exclusive use of the group
+    lease: Lease | None = None  # prevents the end of an exclusive group
+    patience: timedelta | None = None  # timeout for texts, instead of the group's timeout
+    shared_memory: SharedMemory | None = None  # set if ranks of a host exchange through memory
+    mesh: DeviceMesh | None = None  # (copies, shards), if each copy is sharded separately
 
     @classmethod
     def of(cls, group: Any = None, world_size: int | None = None) -> RankGroup:
-        """Return the ranks of a process group (default: of all), or one rank if there is none."""
-        # The caller expects `world_size` ranks. 1 inside a larger group: each rank trains alone.
+        """Return the ranks of a process group (default: all ranks); a single rank without groups.
+
+        `world_size` is the expected number of ranks. 1 inside a larger group: each rank trains
+        alone.
+        """
         ready = dist.is_available() and dist.is_initialized()
         size = 1
         rank = 0
@@ -83,13 +87,13 @@ class RankGroup:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> RankGroup:
-        """Return the ranks of a mesh: of one dimension, or of copies, each sharded by itself."""
+        """Return the ranks of a mesh of shards, or of copies and shards."""
         if mesh.ndim == 1:
             return cls.of(mesh.get_group())
         if mesh.ndim != 2 or mesh.size(1) < 2 or not mesh.mesh_dim_names:
             raise ValueError(
-                "needs a mesh of copies of the model, and of two or more ranks that each is "
-                'sharded over: init_device_mesh("cuda", (copies, ranks), mesh_dim_names=("copies", '
+                "needs a mesh with two named dimensions, copies of the model and two or more ranks "
+                'per copy: init_device_mesh("cuda", (copies, ranks), mesh_dim_names=("copies", '
                 f'"ranks")), got {mesh}.'
             )
         group = _group_of_mesh(mesh, sorted(mesh.mesh.flatten().tolist()))
@@ -97,27 +101,28 @@ class RankGroup:
 
     @cached_property
     def shards(self) -> RankGroup:
-        """The ranks that together hold one copy of what is sharded."""
+        """The ranks that together store a sharded copy."""
         return self if self.mesh is None else RankGroup.of(self.mesh.get_group(1))
 
     @property
     def ranks(self) -> list[int]:
-        """The members' ranks among all processes."""
-        if self.lease is not None:  # torch has no record of our own groups
+        """The global ranks of the members."""
+        if self.lease is not None:  # torch has no record of exclusive groups
             return list(self.lease.ranks)
         return dist.get_process_group_ranks(self.group or dist.group.WORLD)
 
     def with_own_group(self, device: torch.device, *, pairs: bool = False) -> RankGroup:
-        """Return the same ranks in a gloo group of our own, if gloo serves this CPU device."""
-        # No other library's collectives pass through that group, so they cannot be mixed up with
-        # ours (`groups.py`). With NCCL a group costs a communicator's GPU memory, so the group that
-        # was given is used. `pairs`: the ranks will exchange slices, or broadcast.
+        """Return these ranks in an exclusive gloo group (`groups.py`), if gloo serves this CPU.
+
+        Otherwise return `self`, because an additional NCCL communicator needs GPU memory. Set
+        `pairs` for slices and broadcasts.
+        """
         if self.size == 1 or device.type != "cpu" or not self.on_gloo(device):
             return self
         return self.with_cpu_group(pairs=pairs)
 
     def with_cpu_group(self, *, pairs: bool = False) -> RankGroup:
-        """Return the same ranks in a gloo group of our own, whatever carries their tensors."""
+        """Return these ranks in an exclusive gloo group, for any backend of the tensors."""
         if self.size == 1:
             return self
         gather = partial(self.all_gather, device=self.any_device)
@@ -126,7 +131,7 @@ class RankGroup:
         return RankGroup(self.size, self.rank, lease.group, own_group=True, lease=lease)
 
     def roll_call(self, name: str = "") -> RollCall:
-        """Return a roll call: one for all that have this name, or a new one, on each rank."""
+        """Return the roll call with this name; if the name is empty, a new roll call."""
         store = _get_default_store()
         gather = partial(self.all_gather, device=self.any_device)
         if name:
@@ -136,20 +141,20 @@ class RankGroup:
         return RollCall(store, self.rank, self.size, prefix, self.ranks)
 
     def with_background_group(self, device: torch.device) -> RankGroup:
-        """Return the same ranks in a group that another thread may use."""
+        """Return these ranks in a group for use in a background thread."""
         if self.size == 1:
             return self
         if device.type == "cpu" and self.on_gloo(device):
             return self.with_own_group(device, pairs=True)
-        # A group of torch's: that ranks may end a communicator at different moments is not known.
+        # From torch, because ranks may not be allowed to end NCCL communicators at different times.
         own = dist.new_group(self.ranks, timeout=self._timeout, use_local_synchronization=True)
         return RankGroup(self.size, self.rank, own, own_group=True)
 
     @property
     def _timeout(self) -> timedelta | None:
-        """The group's timeout; None if its backend does not say."""
+        """The timeout of the group; None if unknown."""
         group = self._process_group
-        # torch has no public way to read a group's timeout back.
+        # torch has no public way to read the timeout of a group.
         for device in group._device_types:
             options = getattr(group._get_backend(device), "options", None)
             return getattr(options, "_timeout", None)
@@ -161,13 +166,13 @@ class RankGroup:
 
     @cached_property
     def reducing_group(self) -> Any:
-        """The group over which a sharded gradient's norm is summed; None for a single rank."""
+        """The group for summing norms of sharded gradients; None for a single rank."""
         return self._process_group if self.size > 1 else None
 
     @cached_property
     def _backends(self) -> dict[str, str]:
-        """The backend by device type. A group may have several: "cpu:gloo,cuda:nccl"."""
-        # torch keeps no record of our own groups, nor of a crew's: both are gloo.
+        """The backend per device type, as in "cpu:gloo,cuda:nccl"."""
+        # torch has no record of exclusive groups and groups of crews: both use gloo.
         if self.lease is not None or isinstance(self.group, dist.ProcessGroupGloo):
             return {"cpu": "gloo"}
         backends = {}
@@ -178,24 +183,26 @@ class RankGroup:
         return backends
 
     def on_gloo(self, device: torch.device) -> bool:
-        """Return whether gloo carries tensors on such a device."""
+        """Return whether gloo serves tensors on this device."""
         return self._backends.get(device.type) == "gloo"
 
     def has_backend(self, device: torch.device) -> bool:
-        """Return whether the group can carry tensors on such a device."""
+        """Return whether the group serves tensors on this device."""
         backend = self._backends.get(device.type)
         return backend is not None and (backend != "gloo" or device.type == "cpu")
 
     @property
     def any_device(self) -> torch.device:
-        """A device that the group serves: the same on every rank, whatever tensors it holds."""
+        """A device that the group serves, equal on all ranks."""
         if self.size == 1 or "cpu" in self._backends:
             return torch.device("cpu")
         return torch.device(next(iter(self._backends)))
 
     def with_shared_memory(self, required: bool = True) -> RankGroup:
-        """Return the same ranks, exchanging slices through memory that all of them can read."""
-        # If they cannot share memory: raise if it is `required`, else leave them as they are.
+        """Return these ranks with exchange of slices through shared memory.
+
+        If sharing is impossible, raise if `required`, else exchange through the group.
+        """
         if self.size == 1:
             return self
         return replace(self, shared_memory=SharedMemory.of(self, required))
@@ -205,13 +212,13 @@ class RankGroup:
     def reduce_scatter_slices(
         self, bucket: Tensor, cuts: Sequence[int], into: Tensor | None = None
     ) -> PendingReduceScatter | SharedMemoryReduceScatter:
-        """Begin to bring every rank its slice of all ranks' buckets, to be summed there."""
+        """Start to send each slice of all ranks' buckets to the owner of the slice, for summing."""
         if self.shared_memory is not None:
             return self.shared_memory.reduce_scatter_slices(bucket, cuts)
         return slices.reduce_scatter_slices(self, bucket, cuts, into)
 
     def all_gather_slices(self, bucket: Tensor, cuts: Sequence[int]) -> list[dist.Work]:
-        """Begin to fill `bucket` on every rank with the slices that each rank owns of it."""
+        """Start to fill `bucket` on every rank with the owners' slices."""
         return slices.all_gather_slices(self, bucket, cuts)
 
     def reduce_scatter(
@@ -225,11 +232,10 @@ class RankGroup:
     def all_to_all(
         self, outgoing: Sequence[Tensor], sizes: Sequence[int], tag: int
     ) -> tuple[list[Tensor], list[Any]]:
-        """Begin to send bytes to each rank; return the incoming tensors, and the works.
+        """Start to send bytes to each rank; return incoming tensors and works.
 
-        `outgoing` are uint8 tensors, `sizes` the numbers of bytes that arrive. Both have one entry
-        per rank, the own one empty. On gloo the bytes travel between pairs of ranks, without a
-        copy.
+        `outgoing` are uint8 tensors, `sizes` the numbers of incoming bytes. Both have an entry per
+        rank, which is empty for this rank. gloo sends between pairs of ranks, without a copy.
         """
         device = outgoing[0].device
         inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -247,16 +253,16 @@ class RankGroup:
         return incoming, works
 
     def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Fill the tensors on every rank with rank 0's values; small ones of a type together."""
+        """Fill the tensors on every rank with the values of rank 0. Combine small tensors."""
         if self.size == 1:
             return
-        others: list[Tensor] = []
+        small_tensors: list[Tensor] = []
         for tensor in map(Tensor.detach, tensors):
             if tensor.numel() > SENT_ALONE and tensor.is_contiguous():
                 dist.broadcast(tensor, group_src=0, group=self.group)
             else:
-                others.append(tensor)
-        for small in group_by_type(others):
+                small_tensors.append(tensor)
+        for small in group_by_type(small_tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in small])
             dist.broadcast(flat, group_src=0, group=self.group)
             parts = flat.split([tensor.numel() for tensor in small])
@@ -264,7 +270,7 @@ class RankGroup:
                 tensor.copy_(part.view(tensor.shape))
 
     def broadcast(self, tensor: Tensor, source: int, recipient: int) -> None:
-        """Fill `tensor` on the recipient (-1: on every rank) with that of rank `source`."""
+        """Fill `tensor` on the recipient (-1: on every rank) with the values of rank `source`."""
         if recipient == -1:
             dist.broadcast(tensor, group_src=source, group=self.group)
         elif self.rank == source:
@@ -273,7 +279,7 @@ class RankGroup:
             dist.recv(tensor, group_src=source, group=self.group)
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
-        """Sum a tensor over the ranks in place, or take the largest values; return it."""
+        """Sum a tensor over the ranks in place, or take the largest values; return the tensor."""
         if self.size > 1:
             self.start_all_reduce(tensor, largest=largest).wait()
         return tensor
@@ -281,8 +287,10 @@ class RankGroup:
     def start_all_reduce(
         self, tensor: Tensor, rows: Any = None, own: Any = None, *, largest: bool = False
     ) -> dist.Work:
-        """Begin to sum a tensor over the ranks, in place, or to take the largest values."""
-        # `rows` are views of a part of it, one for each rank, which fills in its `own`.
+        """Start to sum a tensor over the ranks in place, or to take the largest values.
+
+        `rows` are views of a part of the tensor. Each rank writes `own` to the row of this rank.
+        """
         if rows is not None:
             rows.zero_()
             rows[self.rank] = own
@@ -290,23 +298,23 @@ class RankGroup:
         options.reduceOp = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         work = self._process_group.allreduce([tensor], options)
         if rows is not None and isinstance(self._process_group, DryGroup):
-            rows.copy_(own.expand_as(rows))  # every rank's is like ours
+            rows.copy_(own.expand_as(rows))  # all ranks send equal rows
         return work
 
     # -- numbers and text ----------------------------------------------------------------------
 
     def sum_and_gather(self, row: Tensor, summed: int) -> PendingSums:
-        """Begin to sum `row[:summed]` over the ranks, and to gather every rank's rest of the row.
+        """Start to sum `row[:summed]` over the ranks, and to gather the rest of each rank's row.
 
-        It is one small collective. On gloo every rank's row is gathered, which takes half the time
-        of reducing it. NCCL reduces among many ranks in fewer steps, so there it is a sum in which
-        every rank has a separate place for its rest.
+        Both use a single small collective. gloo gathers all rows, which takes half the time of a
+        reduction. NCCL reduces over many ranks in fewer steps: there the rows are summed, with a
+        separate range for the rest of each rank.
         """
         if self.size == 1:
             return PendingSums(row, summed)
         if self.on_gloo(row.device):
             table = row.new_empty(self.size * len(row))
-            # The group's own method: torch's function spends 40 microseconds on checks before it.
+            # torch's function would spend 40 microseconds on checks.
             work = self._process_group._allgather_base(table, row)
             return PendingSums(table.view(self.size, len(row)), summed, work)
         own = row[summed:]
@@ -326,8 +334,8 @@ class RankGroup:
         if self.size == 1:
             return [text]
         sent = zlib.compress(text.encode(), 1)
-        # All-gathered rows have one length. The first round carries each text's length, and the
-        # text if it is short; a second round follows only if some text is longer.
+        # all_gather needs rows of equal length. The first round sends the length and the start of
+        # each text. A second round follows only if a text is longer.
         rows = self._all_gather_bytes(len(sent).to_bytes(8, "little") + sent, FIRST_ROUND)
         sizes = [int.from_bytes(row[:8], "little") for row in rows]
         rest = max(sizes) + 8 - FIRST_ROUND
@@ -345,22 +353,21 @@ class RankGroup:
         options = AllgatherOptions()
         if self.patience is not None:
             options.timeout = self.patience
-        # The group's method, not `dist.all_gather`: it takes a timeout for this one call, and still
-        # works after `destroy_process_group`, when an asynchronous save may not have ended.
+        # Unlike `dist.all_gather`, the method of the group accepts a timeout per call, and works
+        # after `destroy_process_group`, when an asynchronous save may still be running.
         self._process_group.allgather([rows], [own], options).wait()
         return [ctypes.string_at(row.data_ptr(), size) for row in map(Tensor.cpu, rows)]
 
 
 @dataclass
 class PendingSums:
-    """A `sum_and_gather` under way: the sums, then every rank's own numbers, in rank order.
+    """A pending `sum_and_gather`: the sums, then the gathered numbers in rank order.
 
-    Keep it until the next one has begun. The thread that ran the collective may drop its
-    references to the tensors later than `wait` returns, and must not be the last to do so while
-    the program ends.
+    Callers must not drop this object before the next `sum_and_gather`. The thread of the collective
+    may release the tensors after `wait` returns, and must not hold the last reference at exit.
     """
 
-    table: Tensor  # a row for each rank; one row in all if the collective has summed already
+    table: Tensor  # a row per rank; a single row if the collective has computed the sums
     summed: int
     work: dist.Work | None = None
 
@@ -369,10 +376,10 @@ class PendingSums:
         return self.work is None or self.work.is_completed()
 
     def done_within(self, seconds: float) -> bool:
-        """Wait for the other ranks, but not longer; return whether all rows have arrived."""
+        """Wait up to this long; return whether all rows have arrived."""
         deadline = time.monotonic() + seconds
         while not self.done:
-            # Polled: a wait with a timeout would raise, and a late rank is no error here.
+            # Poll, because a wait with a timeout would raise an error.
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.0005)
@@ -382,7 +389,7 @@ class PendingSums:
         """Wait, and return the result as numbers on the host."""
         if self.work is not None:
             self.work.wait()
-        # One rank alone, summed by the collective, or better summed there.
+        # A single rank, summed by the collective, or faster to sum on the device.
         if self.table.dim() == 1 or self.table.device.type != "cpu":
             return self.wait().tolist()
         rows = self.table.tolist()
@@ -403,28 +410,30 @@ class PendingSums:
 
 
 def _warn_if_alone(has_group: bool) -> None:
-    """Warn, once, if this process was started as one of several, and has never met the others."""
+    """Warn once if WORLD_SIZE is above 1 and this process never had a process group."""
     global _settled
     size = os.environ.get("WORLD_SIZE", "")
     alone = not has_group and size.isdecimal() and int(size) > 1
     if alone and not _settled:
         warn(
             f"WORLD_SIZE={size} in the environment, but there is no process group: each of the "
-            f"{size} processes trains a model of its own. {JOIN}",
+            f"{size} processes trains a separate model. {JOIN}",
         )
     _settled = _settled or has_group or alone
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the widest float that the device can add."""
+    """Return the widest float type that the device supports."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def rank_group_of(
     params: Sequence[Tensor], group: Any = None, world_size: int | None = None
 ) -> RankGroup:
-    """Return the ranks that share the gradients of these parameters."""
-    # They are the ranks of `group`, or those over which the parameters are sharded, or all.
+    """Return the ranks that share the gradients of these parameters.
+
+    These are the ranks of `group`, or the ranks that share sharded parameters, or all ranks.
+    """
     meshes = {p.device_mesh for p in params if is_dtensor(p)}
     if not meshes:
         return RankGroup.of(group, world_size)
@@ -432,17 +441,17 @@ def rank_group_of(
     if len(everyone) > 1:
         raise ValueError(
             f"the parameters are sharded over different workers: ranks {sorted(everyone)}. "
-            "Give each mesh's parameters an optimizer of their own."
+            "Create a separate optimizer for the parameters of each mesh."
         )
     ranks = list(everyone.pop())
     mesh = meshes.pop()
     if mesh.ndim > 1 and group in mesh.get_all_groups():
-        group = None  # that of an optimizer for each copy of the model
+        group = None  # a dimension of the mesh
     workers = RankGroup.of(group or _group_of_mesh(mesh, ranks), world_size)
     if workers.size != len(ranks):
         raise ValueError(
             f"the parameters are sharded over {len(ranks)} workers, and the process group has "
-            f"{workers.size}. Leave process_group and world_size out."
+            f"{workers.size}. Omit process_group and world_size."
         )
     return workers
 
@@ -453,5 +462,5 @@ def _group_of_mesh(mesh: DeviceMesh, ranks: list[int]) -> dist.ProcessGroup | No
         return None
     if mesh.ndim == 1:
         return mesh.get_group()
-    # A mesh of two dimensions has a group per dimension, but none of all its ranks.
+    # A mesh of two dimensions has a group per dimension, but no group of all ranks.
     return dist.new_group(ranks, use_local_synchronization=True)

@@ -1,8 +1,8 @@
-"""Protect tensors that a worker has received from its run against loads from files.
+"""Protect tensors received from a running job against loads from files.
 
-A worker that joins a run under way receives the run's parameters. Its script loads a checkpoint or
-pretrained weights afterwards, as the scripts of all workers do at their start. What is in a file is
-older than what the worker has received, so a load leaves these tensors as they are.
+A worker that joins a running job receives the current parameters. Its script then loads a
+checkpoint or pretrained weights, like the scripts of all workers at their start. Files are older
+than received tensors, so loads do not overwrite these tensors.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 
 
 class Receiver(Protocol):
-    """An object that receives tensors from other workers, such as the blocks of a crew."""
+    """An object that receives tensors from other workers, such as blocks of a crew."""
 
     def received_tensors(self) -> Iterable[Tensor]:
-        """Return the tensors that were received, as long as no step was taken since."""
+        """Return the received tensors, until the next step."""
 
 
 _receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
 
 
 def add_receiver(receiver: Receiver) -> None:
-    """Ask this object whenever something is loaded, as long as it lives."""
+    """Register an object for `received_tensors` until it is deleted."""
     _receivers.add(receiver)
 
 
 def received_tensors() -> dict[int, Tensor]:
-    """Return all tensors that were received, by id."""
+    """Return all received tensors, by id."""
     found: dict[int, Tensor] = {}
     for receiver in list(_receivers):
         for tensor in receiver.received_tensors():

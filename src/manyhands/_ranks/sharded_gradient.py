@@ -1,26 +1,25 @@
-"""Stand in `param.grad` for a gradient of which each rank holds slices, and compute its norm.
+"""`ShardedGradient`: a gradient in `param.grad` whose slices are distributed over ranks.
 
-**A `ShardedGradient`** is in `param.grad` after a sharded backward. It has the parameter's shape
-and no memory. Behind it are
+A `ShardedGradient` is stored in `param.grad` after a sharded backward. It has the shape of the
+parameter and no memory, and refers to
 
     slices   this rank's elements of the mean gradient: flat tensors, one per bucket
-    starts   where in the flat parameter each of them begins
-    local    gradients of this rank that have not been averaged yet (after `no_sync()`, or
-             while a backward adds to what an earlier one left)
-    group    the ranks that hold the other slices
+    starts   start of each slice in the flat parameter
+    local    gradients of this rank that are not averaged yet (after `no_sync()`, or while a
+             backward adds to existing gradients)
+    group    the ranks with the remaining slices
 
-Operations that act on each element alone act on the slices. The norm that
-`torch.nn.utils.clip_grad_norm_` takes is a `LocalNorm`. `all` and `any` are reduced over the ranks
-at once. Any other operation would be of this rank's shard and not of the gradient: it raises, and
-names the call to make instead.
+Elementwise operations apply to the slices. The norm for `torch.nn.utils.clip_grad_norm_` is a
+`LocalNorm`. `all` and `any` are reduced over the ranks immediately. All other operations would be
+wrong on a shard: they raise an error that names the correct call.
 
-**A `LocalNorm`** is the norm of this rank's slices. torch's clipping takes the norm of each
-gradient, stacks these norms, and takes the norm of the stack. Only the norm of all of them is
-reduced over the ranks: with p the kind of norm and n_i the norm on rank i,
+A `LocalNorm` is the norm of this rank's slices. torch's clipping takes the norm of each gradient,
+stacks these norms, and takes the norm of the stack. Only the final norm is reduced over the ranks,
+where p is the order of the norm and n_i the norm on rank i:
 
-    (sum of n_i^p over the ranks)^(1 / p)        their maximum, if p is infinite
+    (sum of n_i^p over the ranks)^(1 / p)        the maximum, if p is infinite
 
-That is one small all_reduce, and the result is a plain tensor.
+The reduction is a small all_reduce, and the result is a plain tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from typing import TypeGuard
 
 import torch.distributed as dist
 
-from manyhands._ranks.groups import RollCall
+from manyhands._ranks.presence import RollCall
 from manyhands._tensors.flat import norm
 
 aten = torch.ops.aten
@@ -48,15 +47,15 @@ NOT_LIKE_IT = (
     "param.grad.data of a sharded gradient takes one that was made from it, such as "
     "param.grad * 2. Assign to param.grad itself to replace it."
 )
-# Functions of a LocalNorm whose result is still the norm of this rank's slices.
+# Functions that map local norms to local norms.
 KEEP_LOCAL = {torch.stack, Tensor.to, Tensor.device.__get__, Tensor.dtype.__get__}  # type: ignore[attr-defined]
 
 
 class LocalNorm(Tensor):
-    """Norms of this rank's slices of some gradients, not yet reduced over the ranks."""
+    """Norms of this rank's slices of gradients, before reduction over the ranks."""
 
     power: float
-    group: Any  # of the ranks; None: this rank has all slices
+    group: Any  # None: this rank has all slices
 
     @classmethod
     def __torch_function__(
@@ -66,7 +65,7 @@ class LocalNorm(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Keep norms local that can be combined later; else reduce them over the ranks first."""
+        """Return a local norm if later reduction is possible; else reduce the arguments."""
         kwargs = kwargs or {}
         norms = list(args[0] if func is torch.stack else args[:1])
         if _can_combine(norms):
@@ -77,27 +76,27 @@ class LocalNorm(Tensor):
                         return _as_local_norm(result, norms[0].power, norms[0].group)
                     return result
                 if func is torch.linalg.vector_norm and float((*args, 2)[1]) == norms[0].power:
-                    # The norm of norms of one kind is the norm of all their elements.
+                    # The norm of norms of equal order is the norm of all elements.
                     here = torch.linalg.vector_norm(*args, **kwargs)
                     return norms[0].reduce(here)
-        # Any other function needs the values, so they are reduced over the ranks first.
+        # All other functions need the values.
         with torch._C.DisableTorchFunctionSubclass():
             args = _reduce_all(args)
             kwargs = _reduce_all(kwargs)
             return func(*args, **kwargs)
 
     def reduce(self, here: Tensor) -> Tensor:
-        """Return the norms over all ranks, from the norms `here` of this rank's slices."""
+        """Return the norms over all ranks from the norms of this rank's slices."""
         plain = here.as_subclass(Tensor).clone()
         if self.group is None:
             return plain
         if math.isinf(self.power):
-            # A maximum may lose a nan, so whether there is one travels as a separate number.
+            # A maximum may lose NaN, so reduce a flag for NaN as well.
             is_nan = plain.isnan().to(plain.dtype)
             both = torch.stack([plain.nan_to_num(nan=0.0, posinf=math.inf), is_nan])
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
             return torch.where(both[1] > 0, math.nan, both[0])
-        # In float64 the power neither overflows nor rounds. mps has no float64.
+        # float64 avoids overflow and rounding of the power. mps does not support float64.
         wide = plain if plain.device.type == "mps" else plain.double()
         total = wide.pow(self.power)
         dist.all_reduce(total, group=self.group)
@@ -105,17 +104,17 @@ class LocalNorm(Tensor):
 
 
 def norm_of_slices(slices: Sequence[Tensor], power: float, group: Any) -> LocalNorm:
-    """Return the norm of a gradient's slices on this rank; there is one at least."""
+    """Return the norm of a gradient's slices on this rank, which must not be empty."""
     norms = [_norm_of_one(each, power) for each in slices]
     here = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), power)
     return _as_local_norm(here, power, group)
 
 
 def _norm_of_one(elements: Tensor, power: float) -> Tensor:
-    """Return the norm of one slice; 0 of an empty one."""
+    """Return the norm of a slice; 0 for an empty slice."""
     if power == 2:
-        return norm(elements)  # one read of the memory
-    if not elements.numel():  # which has no maximum norm
+        return norm(elements)  # reads the memory a single time
+    if not elements.numel():  # the maximum norm would raise an error
         return elements.new_zeros(())
     return torch.linalg.vector_norm(elements, power)
 
@@ -128,7 +127,7 @@ def _as_local_norm(norms: Tensor, power: float, group: Any) -> LocalNorm:
 
 
 def _can_combine(norms: list[Any]) -> TypeGuard[list[LocalNorm]]:
-    """Return whether all are norms of one kind, of slices among the same ranks."""
+    """Return whether all arguments are norms of equal order and group."""
     for each in norms:
         if not isinstance(each, LocalNorm):
             return False
@@ -138,7 +137,7 @@ def _can_combine(norms: list[Any]) -> TypeGuard[list[LocalNorm]]:
 
 
 def _reduce_all(value: Any) -> Any:
-    """Return a function's arguments with each local norm in them reduced over the ranks."""
+    """Reduce all local norms in the arguments of a function over the ranks."""
     if isinstance(value, LocalNorm):
         return value.reduce(value)
     if isinstance(value, list | tuple):
@@ -149,13 +148,13 @@ def _reduce_all(value: Any) -> Any:
 
 
 class ShardedGradient(Tensor):
-    """Stands in `param.grad` for a gradient that is sharded over the ranks."""
+    """Represents a gradient in `param.grad` that is sharded over the ranks."""
 
     slices: tuple[Tensor, ...]
     starts: tuple[int, ...]
     local: Tensor | None
     group: Any  # None: this rank has all slices
-    zeroed: bool  # by `zero_grad(set_to_none=False)`, and not added to since
+    zeroed: bool  # by `zero_grad(set_to_none=False)`, without later additions
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -169,8 +168,7 @@ class ShardedGradient(Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> ShardedGradient:
-        """Make a tensor with the parameter's shape and no memory, around this rank's slices."""
-        # A wrapper has a type, a shape and a version, and no storage.
+        """Create a tensor without memory that has the parameter's shape and refers to slices."""
         shell: ShardedGradient = Tensor._make_wrapper_subclass(
             cls,
             param.size(),
@@ -187,12 +185,12 @@ class ShardedGradient(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The gradient without its history; or set its elements to those of another like it."""
+        """The detached gradient. Assigning a compatible sharded gradient replaces the slices."""
         return self.detach()
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        # torch would give the shell another memory, and leave the slices as they are.
+        # torch would replace the memory of the wrapper and not the slices.
         if not (isinstance(other, ShardedGradient) and self.fits(other)) or (
             other.dtype != self.dtype
         ):
@@ -202,20 +200,20 @@ class ShardedGradient(Tensor):
         self.zeroed = other.zeroed
 
     def parts(self) -> list[Tensor]:
-        """Return all tensors that this rank holds of the gradient."""
+        """Return all tensors of the gradient on this rank."""
         parts = list(self.slices)
         if self.local is not None:
             parts.append(self.local)
         return parts
 
     def full_tensor(self) -> Tensor:
-        """Return the averaged gradient with all ranks' slices, on each rank; as a DTensor does."""
-        whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        """Return the full averaged gradient on every rank, like `DTensor.full_tensor`."""
+        full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         for start, piece in zip(self.starts, self.slices, strict=True):
-            whole.view(-1)[start : start + piece.numel()] = piece
+            full.view(-1)[start : start + piece.numel()] = piece
         if self.group is not None:
-            dist.all_reduce(whole, group=self.group)
-        return whole
+            dist.all_reduce(full, group=self.group)
+        return full
 
     def twin(
         self,
@@ -223,7 +221,7 @@ class ShardedGradient(Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> ShardedGradient:
-        """Return a copy with each tensor changed, perhaps to another dtype and device."""
+        """Return a copy with a function applied to each tensor."""
         pieces = list(map(change, self.slices))
         other = ShardedGradient(self, pieces, self.starts, self.group, dtype, device)
         if self.local is not None:
@@ -231,31 +229,31 @@ class ShardedGradient(Tensor):
         return other
 
     def fits(self, other: object) -> bool:
-        """Return whether an argument has an element for each of ours, or one for all of them."""
+        """Return whether an argument has equal slices or a single element."""
         if isinstance(other, ShardedGradient):
             same = other.shape == self.shape and other.starts == self.starts
             return same and len(other.parts()) == len(self.parts())
         return not _is_large(other)
 
     def mapped(self, func: Callable[..., Tensor], others: Sequence[Any]) -> ShardedGradient:
-        """Return a function of each element, and of the elements of other sharded tensors."""
+        """Apply an elementwise function to this and other sharded tensors or scalars."""
         done = []
         for number, part in enumerate(self.parts()):
-            theirs = [o.parts()[number] if isinstance(o, ShardedGradient) else o for o in others]
-            done.append(func(part, *theirs))
-        if not done:  # the dtype must be that of the other ranks
+            rest = [o.parts()[number] if isinstance(o, ShardedGradient) else o for o in others]
+            done.append(func(part, *rest))
+        if not done:  # compute the result's dtype, which must be equal on all ranks
             done = [func(*map(_empty_like, (self, *others)))]
         remaining = iter(done)
         return self.twin(lambda _: next(remaining), done[0].dtype)
 
     def quantified(self, quantifier: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return whether all elements are true, or any: over all ranks, so call it on each."""
-        flags = [quantifier(torch.empty(0, device=self.device))]  # of no elements
+        """Return whether all or any elements are true, over all ranks. Call on every rank."""
+        flags = [quantifier(torch.empty(0, device=self.device))]  # neutral element
         flags += map(quantifier, self.parts())
         flag = quantifier(torch.stack(flags))
         if self.group is None:
             return flag
-        # An error, not a hang, if a rank is missing.
+        # Raises an error if a rank is missing.
         call = f"{quantifier.__name__}() of a sharded gradient"
         RollCall(self.group.get_group_store(), self.group.rank(), self.group.size()).wait(call)
         number = flag.to(torch.uint8)
@@ -280,11 +278,11 @@ class ShardedGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Run an operation on this rank's slices, or raise if it needs the full gradient."""
+        """Run an operation on this rank's slices, or raise if the full gradient is needed."""
         packet = func.overloadpacket
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if packet in NORMS and len(args) <= 2 and not kwargs:  # else of a dimension, or wider
+        if packet in NORMS and len(args) <= 2 and not kwargs:  # no dim or dtype
             power = float((*args, 2.0)[1])
             if packet is aten.linalg_vector_norm:
                 return _norm_of(args[0], power)
@@ -302,7 +300,7 @@ class ShardedGradient(Tensor):
                 return first.twin(lambda part: func(part, **kwargs))
             if packet in BY_ELEMENT and all(map(first.fits, args[1:])):
                 return first.mapped(func, args[1:])
-            if packet in QUANTIFIERS and len(args) == 1:  # else of a dimension
+            if packet in QUANTIFIERS and len(args) == 1:  # no dim
                 return first.quantified(packet)
             if packet is aten._to_copy:
                 to = kwargs.get("dtype"), kwargs.get("device")
@@ -317,7 +315,7 @@ class ShardedGradient(Tensor):
         )
 
     def local_norm(self, power: float) -> LocalNorm:
-        """Return the norm of this rank's slices, to be combined with those of the other ranks."""
+        """Return the norm of this rank's slices, for later reduction over the ranks."""
         if self.local is not None:
             raise RuntimeError(
                 "Run the last backward of the step outside no_sync(), and clip after it."
@@ -326,13 +324,13 @@ class ShardedGradient(Tensor):
         return norm_of_slices(self.slices or [nothing], power, self.group)
 
     def _added(self, other: Tensor, alpha: object) -> ShardedGradient:
-        """Add the next backward's gradient, as autograd does; it is averaged later."""
+        """Add the gradient of a later backward, like autograd, before averaging."""
         self.zeroed = False
         if isinstance(other, ShardedGradient):
             if alpha != 1 or len(other.slices) != len(self.slices) or other.local is not None:
                 raise RuntimeError("only whole sharded gradients of one parameter can be added.")
-            for mine, theirs in zip(self.slices, other.slices, strict=True):
-                mine.add_(theirs)
+            for own, added in zip(self.slices, other.slices, strict=True):
+                own.add_(added)
         elif other.shape != self.shape or alpha != 1:
             raise RuntimeError("change a gradient in a hook, before it is averaged and sharded.")
         else:
@@ -358,7 +356,7 @@ FOREACH = {aten._foreach_zero_, aten._foreach_mul_, aten._foreach_div_, aten._fo
 
 
 def _norm_of(grad: Tensor, power: float) -> Tensor:
-    """Return a gradient's norm: of this rank's slices, if it is sharded."""
+    """Return the norm of a gradient; a local norm if sharded."""
     if isinstance(grad, ShardedGradient):
         return grad.local_norm(power)
     plain: Tensor = torch.linalg.vector_norm(grad, power)
@@ -376,7 +374,7 @@ def _is_large(argument: object) -> bool:
 
 
 def _apply_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Apply a foreach operation; an argument that is a list has one element for each gradient."""
+    """Apply a foreach operation. List arguments have an element per gradient."""
     for number, grad in enumerate(args[0]):
         own = [[a[number]] if isinstance(a, list | tuple) else a for a in args[1:]]
         parts = [grad]
@@ -388,8 +386,7 @@ def _apply_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def local_parts(grad: Tensor) -> list[Tensor]:
-    """Return the tensors with the elements of a gradient that this rank holds."""
-    # They are slices of a `ShardedGradient`, the shard of a DTensor, or any other gradient itself.
+    """Return this rank's tensors of a gradient: slices, the shard of a DTensor, or the gradient."""
     if isinstance(grad, ShardedGradient):
         return [elements for elements in grad.slices if elements.numel()]
     return [local_shard(grad)]

@@ -1,8 +1,8 @@
 """Detect a thread that stands still, and the line in which it waits.
 
-A thread that waits for other ranks uses no processor time, and neither does the rest of its process
-(gloo's threads sleep as well). A thread that computes uses some, and so does one that waits for a
-GPU, because CUDA's waits spin. A stack alone would not tell: a loop is often seen on one line.
+A thread that waits for other ranks uses no processor time, nor does the rest of its process (gloo's
+threads sleep as well). Computing threads use processor time, as do threads that wait for a GPU,
+because CUDA polls. A stack alone is not sufficient, because a loop is often seen in the same line.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from types import FrameType
 
 from manyhands._warn import is_passed_over
 
-# Shares of a core below which a thread, or its process, counts as idle.
+# Fraction of a core below which a thread or process counts as idle.
 THREAD_SHARE = 0.01
 PROCESS_SHARE = 0.05
 
-# Modules in which a thread waits for other ranks, if it stands still there. Reading and writing
-# files is in others, and so is waiting for data.
+# Modules in which an idle thread waits for other ranks, rather than for files or data.
 WAITING = (
     "torch.distributed",
     "torch.autograd",
@@ -37,11 +36,11 @@ WAITING = (
 
 
 class Standstill:
-    """The seconds for which the thread that made this object has used no processor time."""
+    """Measures how long the creating thread has used no processor time."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        # Not on macOS, where the time of the process has to do.
+        # Not available on macOS, where only the time of the process counts.
         clock_of = getattr(time, "pthread_getcpuclockid", None)
         self._clock: int | None = None
         if clock_of is not None:
@@ -51,7 +50,7 @@ class Standstill:
         self._used_by_thread, self._used_by_process = self._times()
 
     def look(self) -> float:
-        """Return how long the thread has stood still, as far as the looks so far can tell."""
+        """Return for how long the thread has been idle, based on all looks."""
         now = time.monotonic()
         passed = now - self._looked
         thread, process = self._times()
@@ -65,10 +64,10 @@ class Standstill:
         return now - self._since
 
     def place(self) -> str:
-        """Return the user's line in which the thread waits for other ranks, or "" elsewhere."""
+        """Return the user's line in which the thread waits for other ranks, or ""."""
         frame = sys._current_frames().get(self.thread)
         while frame is not None and _module_of(frame).partition(".")[0] in sys.stdlib_module_names:
-            frame = frame.f_back  # an event or a lock, in which one of ours waits
+            frame = frame.f_back  # such as an event or a lock
         if frame is None or not _module_of(frame).startswith(WAITING):
             return ""
         while frame.f_back is not None and is_passed_over(frame):
@@ -76,7 +75,7 @@ class Standstill:
         return _describe_line(frame)
 
     def _times(self) -> tuple[float, float]:
-        """Return the seconds of processor time of the thread and of its process."""
+        """Return the processor time of the thread and of the process, in seconds."""
         thread = 0.0 if self._clock is None else time.clock_gettime(self._clock)
         return thread, time.process_time()
 
@@ -86,7 +85,7 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _describe_line(frame: FrameType) -> str:
-    """Such as "loss.backward() (train.py, line 31)"."""
+    """Return text such as "loss.backward() (train.py, line 31)"."""
     path = frame.f_code.co_filename
     code = linecache.getline(path, frame.f_lineno).strip() or f"{frame.f_code.co_name}()"
     return f"{code} ({os.path.basename(path)}, line {frame.f_lineno})"

@@ -1,9 +1,9 @@
-"""Note whether this process was asked to stop.
+"""Record a request to stop this process.
 
-Signals, a file and engines give the notice (`engines/_stopping.py`). A notice reaches ranks at
-different moments, and some ranks never. So no rank acts on it alone: a scaling rule sends it along
-with each step's numbers, blocks send it with each sync round, and `mh.stopping` asks the other
-ranks where neither of them does.
+Requests come from signals, a file or engines (`engines/_stopping.py`). Ranks receive a request at
+different times or not at all, so ranks do not act alone: scaling rules send the flag with the
+numbers of each step, blocks send the flag with each sync round, and `mh.stopping` otherwise asks
+the other ranks.
 """
 
 from __future__ import annotations
@@ -11,32 +11,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-LOOK = 1.0  # seconds between two looks at the sources
+LOOK = 1.0  # seconds between two checks of the sources
 
 
 class StopNotice:
-    """Whether this process was asked to stop, why, and how much time it has left."""
+    """A request to stop this process, with the reason and the remaining time."""
 
     def __init__(self) -> None:
-        self.reason = ""  # such as "SIGTERM"; empty until this process is asked to stop
-        self.read = False  # whether the script has asked, since then, whether it should stop
-        self.in_crew = (
-            False  # whether this process waits for others in a crew, which ends by itself
-        )
-        self.grace = 30.0  # seconds from a notice until the process is killed
+        self.reason = ""  # such as "SIGTERM"; empty before a request
+        self.read = False  # whether the script has read the request
+        self.in_crew = False  # in a crew, waits for other workers are limited
+        self.grace = 30.0  # seconds from the request until the process is killed
         self.given_at = 0.0
-        self.sources: list[Callable[[], str]] = []  # each returns a reason, or nothing yet
+        self.sources: list[Callable[[], str]] = []  # each returns a reason or ""
         self._looked_at = -LOOK
 
     def give(self, reason: str) -> None:
-        """Note that this process was asked to stop. It may be called in a signal handler."""
+        """Record a request to stop. Safe to call in a signal handler."""
         if not self.reason:
             self.reason = reason
             self.given_at = time.monotonic()
 
     @property
     def received(self) -> bool:
-        """Whether this process was asked to stop. Other ranks may not know of it yet."""
+        """Whether this process was asked to stop. Other ranks may not know yet."""
         if not self.reason and self.sources and time.monotonic() - self._looked_at >= LOOK:
             self._looked_at = time.monotonic()
             reason = next(filter(None, (source() for source in self.sources)), "")
@@ -46,11 +44,11 @@ class StopNotice:
 
     @property
     def seconds_left(self) -> float:
-        """The seconds until this process may be killed."""
+        """Seconds until this process may be killed."""
         return max(0.0, self.given_at + self.grace - time.monotonic())
 
     def clear(self) -> None:
-        """Forget the notice, for a process that trains again."""
+        """Forget the request, for a process that trains again."""
         self.reason = ""
         self.read = False
         self._looked_at = -LOOK

@@ -1,7 +1,7 @@
-"""Work with tensors and autograd. This folder imports no other folder of manyhands.
+"""Operations on tensors and autograd. This folder imports no other folder of manyhands.
 
-backward.py       when a backward pass begins and ends
-flat.py           tensors as flat ranges, and their norm; which part of a DTensor is on this rank
-random_state.py   the random generators of this rank, saved and restored
+backward.py       the beginning and end of backward passes
+flat.py           tensors as flat ranges, their norms, and this rank's part of a DTensor
+random_state.py   saved and restored random generators
 trees.py          tensors in nested containers
 """

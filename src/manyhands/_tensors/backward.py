@@ -1,16 +1,15 @@
-"""Tell an owner when a backward pass begins, and when it is over.
+"""Detect the beginning and end of backward passes.
 
-Autograd does not call an optimizer's wrapper at `loss.backward()`; only hooks on parameters fire.
-The first hook of a pass marks its beginning. A callback that autograd runs after its last node
-marks the end. That callback queues itself again, so that it runs after DDP's, which waits for
-the gradients to be reduced.
+Autograd does not notify an optimizer of `loss.backward()`, but hooks on parameters run. The first
+hook marks the beginning of a pass. An autograd callback after the last node marks the end. It is
+queued twice, so that it runs after DDP's callback, which waits for the reduced gradients.
 
-Words used here
-    pass       one `loss.backward()` of the user's
-    task       what autograd calls a graph task: one run of its engine
-    nested     a task inside another: reentrant activation checkpointing runs backward within
-               backward. Such a task is part of the pass around it. Its callbacks would run
-               when *it* ends, so the callback is queued from a node of the task around it.
+Terms
+    pass       a `loss.backward()` of the user
+    task       autograd's graph task, a run of the engine
+    nested     a task inside another task, for reentrant activation checkpointing. It belongs to the
+               outer pass. Its callbacks run at the end of the nested task, so the callback is
+               queued from a node of the outer task.
 """
 
 from __future__ import annotations
@@ -32,30 +31,29 @@ queue_callback: Callable[[Callable[[], None]], None] = (
 
 
 class PassOwner(Protocol):
-    """Who is told of backward passes."""
+    """The owner of `BackwardPasses`."""
 
     def begin_pass(self) -> None:
-        """React to a pass's first gradient, before it is added to any `.grad`."""
+        """Handle a pass's first gradient, before any `.grad` changes."""
 
     def end_pass(self) -> None:
-        """React to the end of a pass."""
+        """Handle the end of a pass."""
 
 
 class BackwardPasses:
-    """Tells its owner when a backward pass begins, and when it is over.
+    """Notifies an owner of the beginning and end of backward passes.
 
-    With `early`, the owner is told of the end before the owners of objects without it.
+    With `early`, the end is reported before the owners of other objects are notified.
     """
 
     def __init__(self, owner: PassOwner, *, early: bool = False) -> None:
-        # Weak, because the owner holds this object. In a cycle it would live, and its hooks would
-        # measure and send, until the garbage collector comes by.
+        # Weak, because in a reference cycle hooks would run until the next garbage collection.
         self._owner = weakref.ref(owner)
         self._early = early
-        self._pass: int | None = None  # the number of the pass, while one is open
+        self._pass: int | None = None
         self.count = 0
-        self.task: int | None = None  # the task in which a hook fired last
-        self._outer: int | None = None  # the task whose end is the end of the pass
+        self.task: int | None = None
+        self._outer: int | None = None
 
     @property
     def open(self) -> bool:
@@ -63,19 +61,18 @@ class BackwardPasses:
 
     @property
     def nested(self) -> bool:
-        """Whether the task that runs is inside another, where a gradient may come in parts."""
+        """Whether the current task is nested, which may divide a gradient into parts."""
         return self.task != self._outer
 
     def forget(self) -> None:
-        """Note that no pass is open: it is over, or it raised an error and will never end."""
+        """Close the pass after the end or an error."""
         self._pass = None
         self.task = None
 
     def enter(self, task: int) -> None:
-        """Note that `task` runs. A hook calls this first, if its task is not the last one."""
         around = _node_around()
         if around is None and self._outer is not None and task != self._outer:
-            self._pass = None  # an earlier pass raised an error and never ended; this is a new one
+            self._pass = None  # an earlier pass raised an error and did not end
         self.task = task
         if self._pass is None:
             self.count += 1
@@ -88,7 +85,6 @@ class BackwardPasses:
             self._find_end(around, task, self._pass)
 
     def _find_end(self, around: Node | None, task: int, number: int) -> None:
-        """Queue the end of this pass in its outermost task."""
         if around is None:
             self._outer = task
             if self._early:
@@ -106,7 +102,6 @@ class BackwardPasses:
                 node.register_prehook(in_the_task_around)
 
     def _finish(self, number: int) -> None:
-        """End pass `number` as its backward has ended, unless that was forgotten meanwhile."""
         owner = self._owner()
         if self._pass == number and owner is not None:
             self.forget()
@@ -114,9 +109,9 @@ class BackwardPasses:
 
 
 def _node_around() -> Node | None:
-    """Return the node of an outer task in which this task runs; None in an outermost one.
+    """Return the outer task's node that runs this task; None in an outermost task.
 
-    Autograd has no call for it, but the Python function that called backward again is on the stack.
+    Autograd provides no interface, but the Python function that called backward is on the stack.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:

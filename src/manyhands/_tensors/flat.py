@@ -1,25 +1,21 @@
-"""Treat tensors as flat ranges of elements, in the order in which the elements lie in memory.
+"""Access tensors as flat ranges of elements, in memory order.
 
-One rule of order serves everybody, so that an element has the same place in a bucket, in a saved
-file and in a block's chunk:
+Buckets, saved files and chunks of blocks have the same order:
 
-    dense tensor      the order of its memory (a transposed weight is not copied)
-    any other tensor  row by row, which needs a copy
+    dense tensor      the order in memory (a transposed weight is not copied)
+    any other tensor  row by row, which requires a copy
 
-    flatten      tensor -> its elements in one dimension; a view wherever that is possible
-    unflatten    the way back: elements -> a tensor of the shape and strides of another
-    FlatTensors  many tensors, one after the other, to be read and written by range
-    norm         the norm of a tensor, in one read of its memory
-    local_shard  what this rank holds of a tensor
+    flatten      tensor -> flat tensor of the elements; a view if possible
+    unflatten    the inverse: elements -> a tensor with the shape and strides of another
+    FlatTensors  concatenated tensors, read and written by range
+    norm         the norm of a tensor, in a single read
+    local_shard  this rank's part of a tensor
 
-**DTensors** are torch's, as `fully_shard` makes parameters. A DTensor has the whole tensor's shape;
-`to_local()` is this rank's shard. Its *mesh* arranges the ranks in one dimension, or in two (HSDP:
-shards and their replicas). For each dimension of the mesh a *placement* says what its ranks do with
-the tensor: `Shard(dim)` cuts it, `Replicate()` gives every rank the same. Importing
-torch.distributed.tensor takes half a second. So it is looked up in `sys.modules` and not imported:
-as long as it is not imported, there are no DTensors.
-
-Gradients that are sharded by `ShardedDataParallel` are in `sharded_gradient.py`.
+A DTensor is torch's sharded tensor, such as a parameter of `fully_shard`. The shape is the
+full tensor's; `to_local()` is this rank's shard. A *mesh* arranges the ranks in one or two
+dimensions (HSDP: shards and replicas). A *placement* per mesh dimension defines the distribution:
+`Shard(dim)` cuts the tensor, `Replicate()` copies it. Importing torch.distributed.tensor takes half
+a second, so it is only looked up in `sys.modules`: without it, no DTensors exist.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ Item = TypeVar("Item")
 
 def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """Return the elements in one dimension, in the memory order of `like` (default: the tensor)."""
-    # Both have the same shape. The result is detached. It is a view where the order allows it.
+    # The result is detached; a view, if the order allows.
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
@@ -55,7 +51,7 @@ def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     if _is_row_by_row(like):
         return tensor.reshape(-1)
     if tensor.stride() != like.stride():
-        # A gradient need not have its parameter's strides: bring it into the parameter's order.
+        # A gradient's strides can differ from the parameter's.
         tensor = torch.empty_strided(
             like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device
         ).copy_(tensor)
@@ -63,33 +59,32 @@ def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def unflatten(flat: Tensor, like: Tensor) -> Tensor:
-    """Return a view of flat elements with the shape of `like`, and its strides if it is dense."""
+    """Return a view of flat elements with the shape of `like`, and the strides if dense."""
     if _is_row_by_row(like):
         return flat.view(like.shape)
     return flat.as_strided(like.size(), like.stride())
 
 
 def order_of_dims(like: Tensor) -> list[int]:
-    """Return the dimensions from the slowest to the fastest, as `like` lies in memory."""
+    """Return the dimensions from the slowest to the fastest in memory."""
     if _is_row_by_row(like):
         return list(range(like.dim()))
     return sorted(range(like.dim()), key=like.stride, reverse=True)
 
 
 def _is_row_by_row(like: Tensor) -> bool:
-    """Return whether the flat order is the logical one: contiguous, or with gaps or overlaps."""
+    """Return whether the flat order is row by row: contiguous, or with gaps or overlaps."""
     return like.is_contiguous() or not _is_dense(like)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    # Without gaps or overlaps. `empty_like` uses this operator, too.
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def in_groups(
     items: Iterable[Item], size: Callable[[Item], int], limit: int
 ) -> Iterator[list[Item]]:
-    """Yield consecutive items together, of `limit` in all at most, or one larger item alone.
+    """Yield lists of consecutive items with a total size up to `limit`; larger items separately.
 
     >>> list(in_groups([3, 4, 2, 9, 1], int, limit=7))
     [[3, 4], [2], [9], [1]]
@@ -109,7 +104,6 @@ def in_groups(
 
 
 def group_by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return lists of tensors of one dtype on one device, each in the given order."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -117,11 +111,10 @@ def group_by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class FlatTensors:
-    """Tensors of one type, one after the other, as if they were one flat tensor.
+    """Tensors of equal type, accessed like a single flat tensor.
 
-    Of a DTensor only this rank's shard counts. Nothing is copied: reads and writes go to the
-    tensors' own memory. Make a new object for each use, because a parameter's memory may have been
-    replaced since (`param.data = ...`).
+    A DTensor contributes this rank's shard. Reads and writes access the tensors' memory. Create an
+    object for each use, because a parameter's memory may be replaced (`param.data = ...`).
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -133,25 +126,22 @@ class FlatTensors:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where the elements of each tensor begin and end."""
         return list(pairwise(self._starts))
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fill the flat tensor `out` with the elements from `start` on, converted to its dtype."""
+        """Fill the flat tensor `out` with the elements from `start` on, with a dtype conversion."""
         for tensor, inner, outer in self.ranges(start, out.numel()):
             out[outer].copy_(read_range(tensor, inner))
 
     def write(self, start: int, values: Tensor) -> None:
-        """Set the elements from `start` on."""
         for tensor, inner, outer in self.ranges(start, values.numel()):
             if tensor.dim() == 1:
                 tensor[inner].copy_(values[outer])
             else:
-                # put_ converts nothing by itself: values have to come as the tensor's type.
+                # put_ requires values of the tensor's dtype.
                 tensor.put_(_indices(inner, tensor), values[outer].to(tensor.device, tensor.dtype))
 
     def add(self, start: int, values: Tensor) -> None:
-        """Add to the elements from `start` on."""
         for tensor, inner, outer in self.ranges(start, values.numel()):
             if tensor.dim() == 1:
                 tensor[inner].add_(values[outer].to(tensor.device))
@@ -160,32 +150,31 @@ class FlatTensors:
                 tensor.put_(_indices(inner, tensor), more, accumulate=True)
 
     def ranges(self, start: int, length: int) -> Iterator[tuple[Tensor, slice, slice]]:
-        """Yield each tensor in a range, its elements in the range, and their place in the range."""
+        """Yield each tensor in a range, with slices of the tensor and of the range."""
         index = bisect_right(self._starts, start) - 1
         done = 0
         while done < length:
             first = start + done - self._starts[index]
             size = min(length - done, self._starts[index + 1] - self._starts[index] - first)
-            if size > 0:  # tensors without elements are passed over
+            if size > 0:  # skip empty tensors
                 yield self._tensors[index], slice(first, first + size), slice(done, done + size)
             done += size
             index += 1
 
 
 def _flat_view(tensor: Tensor) -> Tensor:
-    """Return a view in one dimension, for writing; a tensor with gaps stays as it is."""
-    # Complex numbers become pairs. A tensor with gaps or overlaps has no flat view: `read_range`
-    # and `put_` reach its elements by index.
+    """Return a flat view for writing, or two or more dimensions for a tensor with gaps."""
+    # Complex numbers become pairs. `read_range` and `put_` access tensors with gaps or overlaps by
+    # index.
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.is_contiguous() or _is_dense(tensor):
         return flatten(tensor)
-    # Two dimensions or more mark a tensor that is reached by index.
     return torch.atleast_2d(tensor)
 
 
 def read_range(tensor: Tensor, chosen: slice) -> Tensor:
-    """Return some elements of a tensor that `FlatTensors.ranges` yields; a view if possible."""
+    """Return some elements of a tensor from `FlatTensors.ranges`; a view if possible."""
     if tensor.dim() == 1:
         return tensor[chosen]
     return tensor.take(_indices(chosen, tensor))
@@ -195,20 +184,19 @@ def _indices(chosen: slice, tensor: Tensor) -> Tensor:
     return torch.arange(chosen.start, chosen.stop, device=tensor.device)
 
 
-ROW = 32_768  # elements of a row of `norm`
-SHORT = 2 * ROW  # elements that may be summed at once
+ROW = 32_768  # elements per row in `norm`
+SHORT = 2 * ROW  # elements that are summed directly
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return how often each tensor was changed in place, as torch counts (not through `.data`)."""
+    """Return torch's counts of in-place changes, which exclude changes through `.data`."""
     return [tensor._version for tensor in tensors]
 
 
 def norm(grad: Tensor) -> Tensor:
     """Return |grad| as a tensor without dimensions, in float32 or wider."""
-    # A CPU adds the squares of a tensor one after the other, and a float32 norm over ten million
-    # elements comes out 7e-4 too small. So the norms of rows of 32,768 elements are taken first, at
-    # the same speed, with an error of 1e-7. Half-precision gradients are summed in float32.
+    # A CPU adds squares sequentially; a float32 norm over ten million elements is 7e-4 too small.
+    # The norms of rows of 32,768 elements are equally fast, with an error of 1e-7.
     if grad.layout == torch.sparse_coo:
         grad = grad.coalesce().values()
     elif grad.layout != torch.strided:
@@ -227,9 +215,8 @@ def norm(grad: Tensor) -> Tensor:
     return torch.linalg.vector_norm(parts)
 
 
-@cache  # torch's answer costs an operation
+@cache  # promote_types costs an operation
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which values of this type are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -237,36 +224,35 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether this is a DTensor, without importing torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return what this rank holds: a DTensor's shard, or the whole of any other tensor."""
+    """Return a DTensor's shard on this rank, or any other tensor itself."""
     if not is_dtensor(tensor):
         return tensor
-    with torch.no_grad():  # or else to_local() is recorded by autograd
+    with torch.no_grad():  # autograd would record to_local()
         return tensor.to_local()
 
 
 def check_own_shards(state: object, params: Iterable[Tensor]) -> None:
-    """Raise a ValueError if a state of these parameters has shards that another rank has saved."""
+    """Raise a ValueError if a state contains shards that another rank has saved."""
     own = _placements(params)
     for saved in _placements(tensors_in(state)):
         if saved not in own:
-            here = "These parameters are whole"
+            here = "These parameters are not sharded"
             if own:
-                here = f"This one has {' or '.join(own)}"
+                here = f"This rank has {' or '.join(own)}"
             raise ValueError(
-                f"this optimizer state is {saved}, as torch.save on a single rank leaves it. "
+                f"this optimizer state contains {saved}, as saved by torch.save on a single rank. "
                 f"{here}. Save with mh.save(folder, model=model, optimizer=optimizer) on every "
                 "rank: mh.load gives every rank its part, on any number of ranks."
             )
 
 
 def _placements(tensors: Iterable[Tensor]) -> dict[str, None]:
-    """Name the parts of the DTensors that the rank holds, or held that has pickled them."""
+    """Name the DTensor shards of the current rank, or of the rank that pickled the tensors."""
     found: dict[str, None] = {}
     for tensor in tensors:
         if is_dtensor(tensor):
@@ -278,37 +264,34 @@ def _placements(tensors: Iterable[Tensor]) -> dict[str, None]:
 
 @dataclass(frozen=True)
 class DimRange:
-    """Indices `start` to `start + length` of one dimension of a tensor."""
-
     dim: int
     start: int
     length: int
 
     def narrow(self, whole: Tensor) -> Tensor:
-        """Return a view of this range of the whole tensor."""
         return whole.narrow(self.dim, self.start, self.length)
 
 
 @dataclass(frozen=True)
 class DTensorShards:
-    """Which rank holds what of a DTensor that is sharded in one dimension at most."""
+    """The distribution of a DTensor with up to one sharded dimension."""
 
     mesh: DeviceMesh
-    mesh_dim: int | None  # the dimension whose ranks hold different shards; None: nothing is cut
-    ranges: tuple[DimRange, ...]  # by rank in that dimension of the mesh
+    mesh_dim: int | None  # the sharded mesh dimension; None without sharding
+    ranges: tuple[DimRange, ...]  # by rank in the sharded mesh dimension
     rank: int
-    first_replica: bool  # True on exactly one of the ranks that hold the same shard
+    first_replica: bool  # True on a single rank of those with equal shards
 
     @classmethod
     def of(cls, tensor: DTensor) -> DTensorShards:
-        """Read a DTensor's placements; raise a ValueError if they are not of the known kinds."""
+        """Read a DTensor's placements; raise a ValueError for unsupported placements."""
         from torch.distributed.tensor import Replicate, Shard
 
         mesh = tensor.device_mesh
         placements = tensor.placements
-        # `type(...) is`: strided shards, of tensor parallelism, are a class derived from Shard.
+        # `type(...) is` excludes strided shards of tensor parallelism, a subclass of Shard.
         coordinate = mesh.get_coordinate()
-        assert coordinate is not None  # a rank outside of the mesh has none, and no DTensor of it
+        assert coordinate is not None  # ranks outside of the mesh have no DTensor
         cutting = []
         first = True
         known = True
@@ -320,8 +303,8 @@ class DTensorShards:
                 first = first and coordinate[mesh_dim] == 0
         if len(cutting) > 1 or not known:
             raise ValueError(
-                f"gradients placed as {placements} are not measured. A rule needs parameters cut "
-                "by one Shard placement, as by fully_shard, without tensor parallelism."
+                f"gradients placed as {placements} are not supported. A rule requires parameters "
+                "with a single Shard placement, as from fully_shard, without tensor parallelism."
             )
         if not cutting:
             everything = DimRange(0, 0, tensor.size(0) if tensor.dim() else 1)
@@ -329,7 +312,7 @@ class DTensorShards:
         mesh_dim, dim = cutting[0]
         workers = mesh.size(mesh_dim)
         size = tensor.size(dim)
-        step = -(-size // workers)  # as torch.chunk: the last shards are shorter, or empty
+        step = -(-size // workers)  # as in torch.chunk: the last shards are shorter or empty
         ranges = []
         for rank in range(workers):
             start = min(rank * step, size)
@@ -338,5 +321,4 @@ class DTensorShards:
 
     @property
     def own(self) -> DimRange:
-        """This rank's range."""
         return self.ranges[self.rank]

@@ -1,9 +1,6 @@
-"""Save and restore the random generators of this rank: Python's, torch's on the CPU and device.
+"""Save and restore this rank's random generators: Python, torch on the CPU and device, numpy.
 
-numpy's generator is included if the program has imported numpy.
-
-A state from a file is first tried on unused generators. `set_random_state` takes
-only states that have passed.
+`check_random_state` tests a state on separate generators, before `set_random_state`.
 """
 
 from __future__ import annotations
@@ -22,12 +19,11 @@ WORDS = 624  # in the state of a Mersenne Twister
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the state from which the generators will draw."""
     version, words, gauss = random.getstate()
-    tensor = partial(torch.tensor, device="cpu")  # the default device may be another
+    tensor = partial(torch.tensor, device="cpu")  # regardless of the default device
     state = {
         "python": tensor([version, *words]),  # the last word is the position
-        # Normal numbers are drawn in pairs; the second waits here. NaN stands for "none waits".
+        # Normal numbers are generated in pairs. This is the stored second number, NaN if none.
         "python.gauss": tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
@@ -37,14 +33,14 @@ def random_state() -> dict[str, Tensor]:
     numpy = _numpy_random()
     if numpy is not None:
         name, keys, position, has_gauss, gauss = numpy.get_state()
-        if name == "MT19937":  # a program may have put another generator there
+        if name == "MT19937":  # the program may use another generator
             state["numpy"] = tensor([*keys.tolist(), position, has_gauss])
             state["numpy.gauss"] = tensor(gauss, dtype=torch.float64)
     return state
 
 
 def check_random_state(state: dict[str, Tensor]) -> None:
-    """Raise ValueError if a generator could not continue from a state; change no generator."""
+    """Raise ValueError if a state is invalid, without changing a generator."""
     numpy = _numpy_random()
     device = _device_in_use()
     try:
@@ -59,7 +55,6 @@ def check_random_state(state: dict[str, Tensor]) -> None:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Let the generators continue from a state that `check_random_state` has accepted."""
     random.setstate(_python_state(state))
     torch.set_rng_state(state["torch"])
     device = _device_in_use()
@@ -79,22 +74,22 @@ def _python_state(state: dict[str, Tensor]) -> tuple[int, tuple[int, ...], float
 
 
 def _numpy_state(state: dict[str, Tensor]) -> tuple[str, list[int], int, int, float]:
-    """Return the state in numpy's own form; raise a ValueError if numpy cannot go on from it."""
+    """Return the state in numpy's format; raise a ValueError if it is invalid."""
     *words, position, has_gauss = state["numpy"].tolist()
-    if not 0 <= position <= WORDS:  # numpy trusts it, and would draw from other memory
+    if not 0 <= position <= WORDS:  # numpy would read other memory
         raise ValueError(f"numpy's position is {position}")
     return "MT19937", words, position, has_gauss, state["numpy.gauss"].item()
 
 
 def _device_in_use() -> tuple[str, ModuleType] | None:
-    """Return the name of the device that is in use beside the CPU, and torch's module for it."""
+    """Return the name of the device in use and torch's module for it, or None."""
     if not torch.accelerator.is_available():
         return None
     device = torch.accelerator.current_accelerator()
     if device is None:
         return None
     module = torch.get_device_module(device)
-    # A program that has not used the GPU must not get a CUDA context from saving.
+    # Saving must not create a CUDA context in a program that has not used the GPU.
     unused = hasattr(module, "is_initialized") and not module.is_initialized()
     if unused or not hasattr(module, "get_rng_state"):
         return None
@@ -102,5 +97,5 @@ def _device_in_use() -> tuple[str, ModuleType] | None:
 
 
 def _numpy_random() -> Any:
-    # Never imported here: `import manyhands` needs only torch.
+    # Not imported here, because `import manyhands` needs only torch.
     return getattr(sys.modules.get("numpy"), "random", None)

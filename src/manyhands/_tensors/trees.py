@@ -1,13 +1,12 @@
 """Find and replace tensors in nested containers, such as the arguments of a module.
 
-A container is a list, tuple, set, dict or dataclass, one of a class derived from these, any other
-mutable mapping, or an instance of a class that is registered with torch.utils._pytree.
+Containers are lists, tuples, sets, dicts, dataclasses and their subclasses, other mutable mappings,
+and instances of classes that are registered with torch.utils._pytree.
 
-A container without a changed tensor is returned itself; any other as a shallow copy of its class,
-with all its other attributes. Constructors of a user's classes are not called, because their
-arguments are unknown: a `defaultdict` takes a factory first, a `ModelOutput` of a model library
-forbids `update`, a frozen dataclass may check its arguments. A tensor that is at several places is
-changed once, and is one tensor afterwards.
+A container with a replaced tensor is copied, with all attributes. The user's constructors are not
+called, because their arguments are unknown: `defaultdict` requires a factory, a model
+library's `ModelOutput` has no `update`, a frozen dataclass may check arguments. A repeated
+tensor is replaced by a single tensor.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ T = TypeVar("T")
 
 
 def tree_map_tensors(fn: Callable[[Tensor], object], tree: object) -> Any:
-    """Apply `fn` to every tensor in a nested structure; what is not a container stays as it is."""
     return _Map(fn)(tree)
 
 
 def tensors_in(tree: object, others: Callable[[object], None] | None = None) -> list[Tensor]:
-    """Return the tensors in a nested structure, each once; call `others` with all other leaves."""
+    """Return the tensors in a nested structure, each once; call `others` with the other leaves."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -45,8 +43,6 @@ def tensors_in(tree: object, others: Callable[[object], None] | None = None) -> 
 
 
 def as_type(dtype: torch.dtype, tree: T) -> T:
-    """Convert the floating-point tensors in a nested structure."""
-
     def convert(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
             return tensor.to(dtype)
@@ -57,18 +53,16 @@ def as_type(dtype: torch.dtype, tree: T) -> T:
 
 
 class _Map:
-    """One walk over a tree."""
-
     def __init__(
         self, fn: Callable[[Tensor], object], others: Callable[[object], None] | None = None
     ) -> None:
         self._fn = fn
         self._others = others
-        # What was met already, by its id, with the object itself so that its id stays its own.
+        # id -> (object, result). The object is stored so that the id stays unique.
         self._done: dict[int, tuple[object, object]] = {}
 
     def __call__(self, value: object) -> Any:
-        """Return a value with its tensors replaced by `fn`; itself, if none is another."""
+        """Return a value with tensors replaced by `fn`; unchanged values are not copied."""
         if value is None or isinstance(value, str | bytes | int | float | nn.Module):
             return value
         if id(value) in self._done:
@@ -77,15 +71,14 @@ class _Map:
         if isinstance(value, Tensor):
             result = self._fn(value)
         else:
-            self._done[id(value)] = value, value  # for one that contains itself
+            self._done[id(value)] = value, value  # for recursive containers
             result = self._container(value)
         self._done[id(value)] = value, result
-        # Where a container has the tensor as an item and as an attribute, setting one set both.
+        # Setting an item can also set an attribute, so the result may be visited later.
         self._done.setdefault(id(result), (result, result))
         return result
 
     def _container(self, value: object) -> object:
-        """Return a container of any known kind with the tensors in it replaced."""
         if isinstance(value, tuple):
             return self._rebuilt(value, value, partial(_tuple_like, value))
         if isinstance(value, set | frozenset):
@@ -98,7 +91,7 @@ class _Map:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value)]
             named = [(name, getattr(result, name, None)) for name in names]
-            return self._with_items(result, named, object.__setattr__)  # of a frozen one, too
+            return self._with_items(result, named, object.__setattr__)  # also if frozen
         if isinstance(value, dict | UserDict):
             return result
         node = _pytree.SUPPORTED_NODES.get(type(value))
@@ -114,7 +107,6 @@ class _Map:
     def _rebuilt(
         self, value: object, items: Iterable[object], build: Callable[[list[Any]], object]
     ) -> object:
-        """Return a new container, if one of its items was replaced."""
         before = list(items)
         after = [self(item) for item in before]
         if all(map(operator.is_, before, after)):
@@ -127,7 +119,6 @@ class _Map:
         items: Iterable[tuple[Any, object]],
         set_item: Callable[[Any, Any, object], None],
     ) -> object:
-        """Return a copy of a container with the replaced items set in it."""
         result = value
         for key, old in list(items):
             new = self(old)
@@ -139,7 +130,7 @@ class _Map:
 
 
 def _tuple_like(old: tuple[object, ...], items: list[object]) -> object:
-    """Return a tuple of the old one's class: plain, named, or torch's (such as `max` returns)."""
+    """Return a tuple of the old tuple's class: plain, named, or torch's (such as `max` returns)."""
     if hasattr(type(old), "n_sequence_fields"):
         return type(old)(items)
     new = tuple.__new__(type(old), items)

@@ -1,26 +1,21 @@
-"""Move the anchor, the parameters that all workers agreed on last, by an outer step.
+"""The anchor, differences of the parameters, and outer steps.
 
-Tensors held, and when (n: elements of the trained parameters, in float32 unless wider)
+Tensors (n: elements of the trained parameters, in float32 unless wider):
 
     anchor      n                   always
-    memories    n for each          the outer step's own (a momentum), always
-    residual    n                   with a codec that rounds: the part not sent yet
+    memories    n for each          always; state of the outer step, such as a momentum
+    residual    n                   with a codec that rounds: the rounding error, not sent yet
     held        n / fragments       with overlap, while in flight: the differences as sent
-    arrived     n / fragments       with overlap or in a crew, until it is merged: the mean
+    arrived     n / fragments       with overlap or in a crew, until the merge: the mean
 
-In a process group without overlap, the outer step is taken chunk by chunk as means arrive, and
-no copy is held. A crew may undo a sync round, so a crew changes the anchor only after all workers
-have agreed that the round took place. With overlap the parameters train on, and follow the anchor
-when the mean is merged, with all the steps that they have taken:
+Without overlap, a process group takes the outer step chunk by chunk as the mean arrives. A crew may
+undo a sync round, so it changes the anchor only after all workers agree that the round took place.
+With overlap, parameters change while the mean is in flight. The merge preserves these steps:
 
     param += (new anchor - old anchor) + held
 
-An outer step gets the *anchor* and the *gradient* (the anchor minus the mean of the workers'
-parameters: the movement of a block with its sign turned, as an optimizer expects), and changes the
-anchor in place: `Average`, `BlockMomentum`, `SlowMomentum`, at the end of this file.
-
-A subclass of `Outer` defines another outer step: the number of tensors of the anchor's size that it
-keeps (`memories`), and the movement of the anchor (`step`).
+An outer step changes the anchor in place. It receives the *gradient*, which is the anchor minus the
+mean of the workers' parameters: the negative movement of a block, as an optimizer expects.
 """
 
 from __future__ import annotations
@@ -45,37 +40,36 @@ from manyhands._tensors.flat import (
 )
 from manyhands._warn import warn
 from manyhands.blocks.averaging._codec import Codec
-from manyhands.blocks.averaging._payload import LARGEST, Payload, RoundResult, fingerprint
+from manyhands.blocks.averaging._payload import MAX_CHUNK, Payload, RoundResult, fingerprint
 
 
 @dataclass
 class AnchorBucket:
-    """The anchor of all parameters of one type on one device, as one flat tensor.
+    """The flat anchor of the parameters with a common type and device.
 
-    `anchor`, the memories and the residual have the shape (span[1] - span[0],).
+    `anchor`, `memories` and `residual` have the shape (span[1] - span[0],).
     """
 
     params: list[Tensor]
     anchor: Tensor  # on the host with `anchor_on_host`
     memories: list[Tensor]
-    residual: Tensor | None  # on the parameters' device
+    residual: Tensor | None  # on `device`
     device: torch.device  # of the parameters
-    param_dtype: torch.dtype  # of the parameters, or of the parts of complex ones
-    span: tuple[int, int]  # the slice of all the parameters' elements that this rank owns
-    part: int = 0  # which of several optimizers steps the parameters
+    param_dtype: torch.dtype  # real, also for complex parameters
+    span: tuple[int, int]  # this rank's slice of the parameters' elements
+    part: int = 0  # index of the optimizer that steps the parameters
 
     @property
     def vector(self) -> FlatTensors:
-        # Not kept: `.data` of a parameter may have been replaced since.
+        # Not cached: users may replace a parameter's `.data`.
         return FlatTensors(self.params)
 
     def outer_tensors(self) -> list[Tensor]:
-        """Return the memories, and the residual if there is one."""
         residual = [] if self.residual is None else [self.residual]
         return [*self.memories, *residual]
 
     def pieces(self) -> Iterator[tuple[Tensor, slice, int]]:
-        """Yield each parameter in the span, its place in the span, and its first element there."""
+        """Yield each parameter in the span, with the slice of the span and the first element."""
         begin, end = self.span
         for param, (first, last) in zip(self.params, self.vector.spans, strict=True):
             if max(first, begin) < min(last, end):
@@ -84,15 +78,14 @@ class AnchorBucket:
 
 
 def even_range(length: int, index: int, count: int) -> tuple[int, int]:
-    """Return begin and end of one of `count` equal ranges of `length` elements."""
+    """Return the start and end of range `index` of `count` equal ranges."""
     return length * index // count, length * (index + 1) // count
 
 
 class AnchorDifference(Payload):
-    """A payload: anchor minus parameters.
+    """A payload of differences, anchor minus parameters.
 
-    The outer step is taken as each chunk of the mean arrives, or in `merge` if `keep_apart` was
-    called before.
+    After `defer_outer_step`, `merge` takes the outer step instead of `write`.
     """
 
     measured = True
@@ -112,25 +105,23 @@ class AnchorDifference(Payload):
         self.params = bucket.vector
         self.outer = outer
         self.part = bucket.part
-        self.held: Tensor | None = None  # the difference as sent, while training goes on
-        self.arrived: Tensor | None = None  # the mean, until it is merged
+        self.held: Tensor | None = None  # with overlap: the difference as sent
+        self.arrived: Tensor | None = None  # the mean, until `merge`
 
     @property
     def offset(self) -> int:
-        """Where the payload begins among the parameters' elements."""
         return self.bucket.span[0] + self.start
 
-    def keep_apart(self, *, copied: bool) -> None:
-        """Keep the mean until `merge`; send a copy of the difference as it is now if `copied`."""
+    def defer_outer_step(self, *, copied: bool) -> None:
+        """Defer the outer step to `merge`. If `copied`, send a copy of the current difference."""
         self.arrived = torch.empty(self.length, dtype=self.dtype, device=self.device)
         if copied:
             held = torch.empty_like(self.arrived)
-            for start in range(0, self.length, LARGEST):
-                self.read(start, held[start : start + LARGEST])
+            for start in range(0, self.length, MAX_CHUNK):
+                self.read(start, held[start : start + MAX_CHUNK])
             self.held = held
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` with anchor minus parameters, from this payload's element `start` on."""
         if self.held is not None:
             out.copy_(self.held[start : start + out.numel()])
             return
@@ -146,47 +137,44 @@ class AnchorDifference(Payload):
             self.arrived[start : start + mean.numel()].copy_(mean)
 
     def round_like_params(self, anchor: Tensor) -> Tensor:
-        """Return the anchor as 16-bit parameters hold it."""
-        # Otherwise the rounding of parameters would count as movement in every block.
+        """Round the anchor like 16-bit parameters; otherwise rounding would count as movement."""
         return anchor.to(self.bucket.param_dtype).to(anchor.dtype)
 
     def step_anchor(self, start: int, mean: Tensor, result: RoundResult) -> Tensor:
-        """Take the outer step on the anchor from `start` on, and return that part of it."""
-        # If no worker's values could be used, the anchor stays.
+        """Take the outer step on a range of the anchor, unless no worker has usable values."""
         first = self.start + start
         chosen = slice(first, first + mean.numel())
         anchor = self.bucket.anchor[chosen]
         if result.included:
             memories = [memory[chosen] for memory in self.bucket.memories]
-            # A copy only if the outer step writes to it: `mean` is reused for the next chunk.
+            # Copy only if the outer step overwrites it: the caller reuses `mean`.
             gradient = mean.to(anchor.device, copy=self.outer.overwrites)
-            # The learning rate of the first worker, so that all take the same outer step.
+            # All workers use the first worker's learning rate, so that anchors stay equal.
             self.outer.at(result.first_report.lr).step(anchor, gradient, memories)
         return anchor
 
     def merge(self, result: RoundResult, included: bool) -> None:
-        """Take the outer step, and keep the steps since the difference was sent."""
-        # With a copy of the difference param += (new anchor - old anchor) + held, where old
-        # anchor - held was sent. A worker that was left out of the mean takes the new
-        # anchor as it is.
+        """Take the outer step, and preserve the steps since the send."""
+        # `old anchor - held` was sent, so param += (new anchor - old anchor) + held. An excluded
+        # worker takes the new anchor.
         if self.arrived is None:  # `write` has taken the outer step
             return
         anchors = self.bucket.anchor[self.start :]
         follows = included and bool(result.included)
-        for start in range(0, self.length, LARGEST):
-            mean = self.arrived[start : start + LARGEST]
+        for start in range(0, self.length, MAX_CHUNK):
+            mean = self.arrived[start : start + MAX_CHUNK]
             if self.held is None or not follows:
                 self.params.write(self.offset + start, self.step_anchor(start, mean, result))
                 continue
-            before = anchors[start : start + mean.numel()].clone()  # the step is in place
+            before = anchors[start : start + mean.numel()].clone()  # the outer step is in place
             now = self.round_like_params(self.step_anchor(start, mean, result))
             then = self.round_like_params(before)
             moved = torch.sub(now, then, out=before).to(self.device)
-            self.params.add(self.offset + start, moved.add_(self.held[start : start + LARGEST]))
+            self.params.add(self.offset + start, moved.add_(self.held[start : start + MAX_CHUNK]))
 
 
 def memory_order(params: Sequence[Tensor]) -> float:
-    """Return a checksum of the strides: elements are averaged in the order of memory."""
+    """Return a checksum of the strides, because elements are averaged in memory order."""
     strides = []
     for index, part in enumerate(map(local_shard, params)):
         if not part.is_contiguous():
@@ -195,9 +183,9 @@ def memory_order(params: Sequence[Tensor]) -> float:
 
 
 class AnchorState(TypedDict):
-    """Anchor and memories, bucket by bucket."""
+    """Saved anchor and memories, by bucket."""
 
-    order: float  # a checksum of how the parameters lie in memory
+    order: float  # `memory_order` of the parameters
     anchor: list[Tensor]
     memories: list[list[Tensor]]
 
@@ -210,17 +198,17 @@ class Anchor:
     codec: Codec
     fragments: int
     on_host: bool
-    # Ranks with the same parameters: each owns a slice of the anchor, as shards do.
+    # Ranks with equal parameters: each owns a slice of the anchor.
     inner: RankGroup = field(default_factory=RankGroup)
     buckets: list[AnchorBucket] = field(default_factory=list)
 
     def extend(self, params: Sequence[Tensor], part: int = 0) -> None:
-        """Add parameters of one optimizer, whose values are equal on all workers now."""
-        for same in group_by_type(params):
-            vector = FlatTensors(same)
-            device = same[0].device
+        """Add parameters of an optimizer, equal on all workers."""
+        for group in group_by_type(params):
+            vector = FlatTensors(group)
+            device = group[0].device
             span = even_range(len(vector), self.inner.rank, self.inner.size)
-            param_dtype = local_shard(same[0]).real.dtype
+            param_dtype = local_shard(group[0]).real.dtype
             dtype = accumulation_dtype(param_dtype)
             where = torch.device("cpu") if self.on_host else device
             anchor = torch.empty(span[1] - span[0], dtype=dtype, device=where)
@@ -230,18 +218,18 @@ class Anchor:
             if self.codec.rounds:
                 residual = torch.zeros(anchor.numel(), dtype=dtype, device=device)
             self.buckets.append(
-                AnchorBucket(same, anchor, memories, residual, device, param_dtype, span, part)
+                AnchorBucket(group, anchor, memories, residual, device, param_dtype, span, part)
             )
 
     def begin(self) -> None:
-        """Set the anchor to the parameters, which are equal on all workers now."""
+        """Set the anchor to the parameters, which must be equal on all workers."""
         for bucket in self.buckets:
             bucket.vector.read(bucket.span[0], bucket.anchor)
             for tensor in bucket.outer_tensors():
                 tensor.zero_()
 
     def all_gather_inner(self, fragments: Sequence[int]) -> None:
-        """Complete the parameters inside a worker of several ranks, which each moved a slice."""
+        """Exchange the slices that the ranks of a worker have moved."""
         if self.inner.size == 1:
             return
         for bucket in self.buckets:
@@ -252,10 +240,9 @@ class Anchor:
                     self._broadcast_range(bucket, rank, first + start, first + stop)
 
     def _broadcast_range(self, bucket: AnchorBucket, owner: int, first: int, end: int) -> None:
-        """Set a range of the parameters to its owner's values, on all ranks of the inner group."""
         vector = bucket.vector
-        for start in range(first, end, LARGEST):
-            length = min(LARGEST, end - start)
+        for start in range(first, end, MAX_CHUNK):
+            length = min(MAX_CHUNK, end - start)
             chunk = torch.empty(length, dtype=bucket.anchor.dtype, device=bucket.device)
             if owner == self.inner.rank:
                 vector.read(start, chunk)
@@ -265,17 +252,13 @@ class Anchor:
 
     @property
     def params(self) -> list[Tensor]:
-        """All parameters that have an anchor, bucket by bucket."""
         params: list[Tensor] = []
         for bucket in self.buckets:
             params.extend(bucket.params)
         return params
 
     def outer_parts(self) -> Iterator[StatePart]:
-        """Yield anchor, memories and residual of each parameter that this rank has elements of.
-
-        They are views: of all elements that this rank holds, or of its slice in an inner group.
-        """
+        """Yield views of anchor, memories and residual for each parameter with elements here."""
         for bucket in self.buckets:
             tensors = {"anchor": bucket.anchor}
             if bucket.residual is not None:
@@ -287,7 +270,6 @@ class Anchor:
                 yield StatePart(param, entries, first)
 
     def saved(self) -> AnchorState:
-        """Return anchor and memories, which are equal on every worker."""
         return {
             "order": memory_order(self.params),
             "anchor": [bucket.anchor for bucket in self.buckets],
@@ -295,7 +277,6 @@ class Anchor:
         }
 
     def load(self, state: AnchorState) -> None:
-        """Set anchor and memories to those of a checkpoint, or of the member that lets us join."""
         saved = zip(self.buckets, state["anchor"], state["memories"], strict=True)
         for bucket, anchor, memories in saved:
             bucket.anchor.copy_(anchor)
@@ -303,8 +284,7 @@ class Anchor:
                 memory.copy_(value)
 
     def reset_frozen(self) -> None:
-        """Zero the memories and residuals of parameters that were frozen."""
-        # Such a parameter is averaged once more, and then rests, whatever the outer momentum was.
+        """Zero memories and residuals of frozen parameters, so that these stop moving."""
         if all(param.requires_grad for param in self.params):
             return
         for bucket in self.buckets:
@@ -314,7 +294,6 @@ class Anchor:
                         tensor[here].zero_()
 
     def differences(self, fragments: Sequence[int]) -> list[AnchorDifference]:
-        """Return the payloads of a round: one for each bucket of each fragment."""
         found = []
         for fragment in fragments:
             for bucket in self.buckets:
@@ -323,28 +302,28 @@ class Anchor:
         return found
 
     def moved(self) -> bool:
-        """Return whether parameters of this rank are farther from the anchor than by rounding."""
+        """Return whether parameters differ from the anchor by more than rounding."""
         for part in self.differences(range(self.fragments)):
-            rounding = 8 * torch.finfo(part.bucket.param_dtype).eps  # of a change that was undone
+            rounding = 8 * torch.finfo(part.bucket.param_dtype).eps  # after a change and an undo
             anchor = part.bucket.anchor[part.start : part.start + part.length]
-            for start in range(0, part.length, LARGEST):
-                here = anchor[start : start + LARGEST].nan_to_num(0.0, 0.0, 0.0)
+            for start in range(0, part.length, MAX_CHUNK):
+                here = anchor[start : start + MAX_CHUNK].nan_to_num(0.0, 0.0, 0.0)
                 moves = torch.empty_like(here, device=part.device)
-                part.read(start, moves)  # NaN where both are infinite
+                part.read(start, moves)  # NaN where anchor and parameter are infinite
                 if norm(moves.nan_to_num_(0.0)).item() > rounding * norm(here).item():
                     return True
         return False
 
     def restore_params(self) -> None:
-        """Set the parameters to the anchor, and so give up the steps of the present block."""
+        """Set the parameters to the anchor, discarding the steps of the current block."""
         for bucket in self.buckets:
             bucket.vector.write(bucket.span[0], bucket.anchor)
         self.all_gather_inner(range(self.fragments))
 
     def reset_residuals(self) -> None:
-        """Start with zero residuals: slices have other owners now, so the old ones do not apply.
+        """Zero the residuals after a change of slice owners.
 
-        In new memory, because a sync round that was given up may still write to the old.
+        Allocate new tensors, because an abandoned sync round may still write to the old ones.
         """
         for bucket in self.buckets:
             if bucket.residual is not None:
@@ -352,27 +331,27 @@ class Anchor:
 
 
 class ParamWatch:
-    """Warns once if the parameters were changed between two blocks."""
+    """A check that warns once if parameters change between two blocks."""
 
     def __init__(self, anchor: Anchor) -> None:
         self._anchor = anchor
-        self._versions: list[int] = []  # torch's counts of changes to the parameters
+        self._versions: list[int] = []  # torch's version counters of the parameters
         self._warned = False
 
     def note(self) -> None:
-        """Note the parameters as they are, so that only a change is compared with the anchor."""
+        """Remember the version counters."""
         if not self._warned:
             self._versions = versions_of(self._anchor.params)
 
     def check(self) -> None:
-        """Warn if the parameters are not at the anchor, as a block begins."""
+        """Warn if the parameters are not at the anchor."""
         changed = not self._warned and versions_of(self._anchor.params) != self._versions
         if changed and self._anchor.moved():
             self._warned = True
             warn(
-                "the parameters have changed since the optimizer was put into blocks, or since the "
-                "last sync round, and not by its steps: the next round counts this change as "
-                "training. Load weights before you wrap the optimizer, or with its state: "
+                "the parameters have changed since the optimizer was wrapped or since the last "
+                "sync round, other than by optimizer steps. The next round counts this change as "
+                "training. Load weights before you wrap the optimizer, or together with its state: "
                 "mh.load(..., model=model, optimizer=optimizer).",
                 RuntimeWarning,
             )
@@ -382,25 +361,25 @@ class ParamWatch:
 
 
 class Outer:
-    """The movement of the anchor once the workers' mean is known. Subclass it for another step.
+    """Base class of outer steps, which move the anchor after the workers' mean is known.
 
     >>> import torch, manyhands as mh
     >>> from manyhands.blocks import Outer
     >>> class Half(Outer):
     ...     def step(self, anchor, gradient, memories):
-    ...         anchor.sub_(gradient, alpha=0.5)  # half of the way to the workers' mean
+    ...         anchor.sub_(gradient, alpha=0.5)  # halfway to the workers' mean
     >>> param = torch.nn.Parameter(torch.zeros(1))
     >>> optimizer = mh.Blocks(torch.optim.SGD([param], lr=0.1), every=50, outer=Half())
     """
 
-    memories: ClassVar[int] = 0  # tensors like the anchor, kept from block to block
+    memories: ClassVar[int] = 0  # number of state tensors with the anchor's shape
     overwrites: ClassVar[bool] = True  # whether `step` may change `gradient`; False saves a copy
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
-        """Move `anchor` in place. Memories begin as zeros.
+        """Move `anchor` in place. Memories are initially zero.
 
-        All tensors have one shape (elements,). It is called with one slice of the model after
-        another, so it has to work element by element.
+        All tensors have the shape (elements,). `step` receives slices of the model, so it must work
+        element by element.
         """
         raise NotImplementedError
 
@@ -415,7 +394,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Average(Outer):
-    """The workers' mean is the next anchor: LocalSGD.
+    """LocalSGD: the next anchor is the workers' mean.
 
         anchor -= gradient
 
@@ -431,12 +410,12 @@ class Average(Outer):
 
 @dataclass(frozen=True)
 class BlockMomentum(Outer):
-    """A momentum of blocks: BMUF, and DiLoCo with `nesterov`.
+    """Block momentum: BMUF, and with `nesterov` DiLoCo.
 
         velocity = momentum * velocity + lr * gradient
         anchor -= velocity
         anchor -= lr * gradient + momentum * velocity     with nesterov
-        anchor -= (1 + momentum) * velocity               with use_nbm: fairseq's, not Nesterov's
+        anchor -= (1 + momentum) * velocity               with use_nbm: fairseq's form
 
     K. Chen, Q. Huo, "Scalable Training of Deep Learning Machines by Incremental Block Training with
     Intra-Block Parallel Optimization and Blockwise Model-Update Filtering", ICASSP 2016.
@@ -455,12 +434,11 @@ class BlockMomentum(Outer):
     def __post_init__(self) -> None:
         if self.nesterov and self.use_nbm:
             raise ValueError(
-                "nesterov=True and use_nbm=True exclude each other: use_nbm is fairseq's form, "
+                "nesterov=True and use_nbm=True exclude each other. use_nbm is fairseq's form, "
                 "which equals plain momentum with a larger step."
             )
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
-        """Move the anchor by a momentum of the blocks."""
         (momentum,) = memories
         momentum.mul_(self.momentum).add_(gradient, alpha=self.lr)
         if self.nesterov:
@@ -471,7 +449,7 @@ class BlockMomentum(Outer):
 
 @dataclass(frozen=True)
 class SlowMomentum(Outer):
-    """A slow momentum, in units of the inner learning rate: SlowMo.
+    """SlowMo: a slow momentum, measured in units of the inner learning rate.
 
         velocity = momentum * velocity + gradient / inner_lr
         anchor -= slow_lr * inner_lr * velocity
@@ -480,7 +458,7 @@ class SlowMomentum(Outer):
     SGD with Slow Momentum", ICLR 2020, arXiv:1910.00643.
     """
 
-    inner_lr: float | None = None  # None: that of the inner optimizer's first group
+    inner_lr: float | None = None  # None: the inner optimizer's current rate
     slow_lr: float = 1.0
     momentum: float = 0.7
 
@@ -488,7 +466,6 @@ class SlowMomentum(Outer):
     overwrites: ClassVar[bool] = False
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
-        """Move the anchor by SlowMo's momentum, whose unit is a step of the inner optimizer."""
         (slow,) = memories
         assert self.inner_lr is not None
         slow.mul_(self.momentum).add_(gradient, alpha=1 / self.inner_lr)

@@ -1,23 +1,13 @@
-"""Check arguments, options that exclude each other, and workers that do not fit together.
+"""Checks of arguments, of combinations of options, and of agreement between workers.
 
-In the order in which they are made:
+Averaged gradients: inside `DistributedDataParallel` or `ShardedDataParallel`, all workers take
+equal steps, so sync rounds have no effect, but DDP's traffic remains. The constructor raises or
+warns if it finds such a wrapper. Otherwise a warning follows the first block if all workers moved
+identically.
 
-options              options that exclude each other
-the other workers    other options or another model on a worker. This check comes before the first
-                     tensor is sent, and every worker raises
-other averaging      another wrapper averages the workers' gradients already
-a saved run          other options than in the saved run
-
-Other averaging: in blocks each worker follows its own gradients. If a trainer leaves the model in
-`DistributedDataParallel` or `ShardedDataParallel`, all workers have the mean gradient, take the
-same steps, and a sync round has no effect. No error follows, and DDP's traffic stays. So there is
-an error or a warning when the optimizer is made, if such a wrapper can be found then, and otherwise
-a warning after the first block, if all workers moved exactly the same way.
-
-A saved run: options are saved under the engine's names ("every", "outer.momentum"), which all
-methods have in common, so that a run may continue under another name of the same method. Users see
-the names of their class: for `BMUF` these two are `global_sync_iter` and `block_momentum`.
-`names` below leads from the engine's names to the class's.
+Saved runs: options are saved under the engine's names ("every", "outer.momentum"), so that a run
+can continue under a different class with the same method. Messages use the class's names, such as
+`global_sync_iter` and `block_momentum` for `BMUF`. A mapping `names` translates them.
 """
 
 from __future__ import annotations
@@ -47,7 +37,7 @@ from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers, Memb
 from manyhands.blocks.crew._crew import Crew
 
 Names = Mapping[str, str]
-Value = bool | int | float | str | None  # of an option, as it is saved
+Value = bool | int | float | str | None  # of a saved option
 Options = Mapping[str, Value]
 
 
@@ -55,7 +45,7 @@ Options = Mapping[str, Value]
 
 
 def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) -> Optimizer:
-    """Return the optimizer, or those of a list as one, if it can be wrapped; or raise."""
+    """Return the optimizer, or a list of optimizers as one, or raise if wrapping is impossible."""
     if not isinstance(given, list | tuple):
         return _check_optimizer(class_name, given, blocks)
     if not given:
@@ -68,35 +58,35 @@ def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) ->
         for layer in unwrap(each, every_layer=True):
             if isinstance(layer, OptimizerWrapper | ShardedOptimizer):
                 raise TypeError(
-                    f"{class_name} takes a list of plain optimizers, and got "
-                    f"{type(layer).__name__} in one. Wrap that by itself, not in a list."
+                    f"{class_name} takes a list of plain optimizers, got "
+                    f"{type(layer).__name__} in the list. Wrap that optimizer separately."
                 )
             if isinstance(layer, LBFGS):
                 raise TypeError(
                     f"{class_name} evaluates a closure once for all optimizers of a list, and "
-                    "LBFGS needs to do so several times. Wrap it by itself, not in a list."
+                    "LBFGS needs several evaluations. Wrap LBFGS separately."
                 )
         for param in all_params(each):
             owner = owners.setdefault(id(param), number)
             if owner != number:
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is in optimizers {owner} and "
-                    f"{number} of the list. Give each parameter to one of them."
+                    f"{number} of the list. Give each parameter to one optimizer."
                 )
     return SeveralOptimizers(optimizers)
 
 
 def _check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]) -> Optimizer:
-    """Return the optimizer if it can be wrapped, or raise."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"{class_name} wraps an optimizer, or a list of them, got {type(optimizer).__name__}."
         )
     if any(isinstance(each, blocks) for each in unwrap(optimizer)):
-        raise TypeError(f"{class_name} got an optimizer that is in blocks already: wrap it once.")
+        raise TypeError(f"{class_name} got an optimizer that is in blocks already. Wrap it once.")
     if find_prepared(optimizer) is not None:
         raise TypeError(
-            "prepare the blocks, with their model: manyhands.integrations.accelerate.prepare("
+            f"{class_name} got a prepared optimizer. Wrap the plain optimizer, then prepare blocks "
+            "and model: manyhands.integrations.accelerate.prepare("
             f"accelerator, model, mh.{class_name}(optimizer, ...))."
         )
     return optimizer
@@ -108,21 +98,21 @@ def make_members(
     inner: RankGroup,
     crew: Crew | None,
 ) -> Members:
-    """Return the workers; raise if `inner_group` and the workers do not fit."""
+    """Return the workers, or raise if `inner_group` does not fit."""
     if crew is None:
         workers = os.environ.get("MANYHANDS_WORKERS") or "1"
         if process_group is None and workers != "1":
             warn(
-                f"this run has {workers} workers, but {class_name} got no crew: each worker trains "
-                "a model of its own. Give crew=mh.Crew()."
+                f"this run has {workers} workers, but {class_name} got no crew, so each worker "
+                "trains a separate model. Pass crew=mh.Crew()."
             )
         return FixedMembers(RankGroup.of(process_group), inner)
     if process_group is not None:
-        raise ValueError(f"{class_name} takes a process_group or a crew, and got both.")
+        raise ValueError(f"{class_name} takes either a process_group or a crew, got both.")
     if inner.size > 1 and inner.size != crew.inner.size:
         raise ValueError(
-            f"inner_group has {inner.size} processes, and a worker of the crew "
-            f"{crew.inner.size}. Give both the same group."
+            f"inner_group has {inner.size} processes, but a worker of the crew has "
+            f"{crew.inner.size}. Pass the same group to both."
         )
     return ElasticMembers(crew)
 
@@ -130,15 +120,19 @@ def make_members(
 def check_shared_memory(
     wanted: bool | None, codec: str, crew: object, optimizer: Optimizer
 ) -> bool | None:
-    """Return whether memory is to be shared; None: where it is possible."""
+    """Return the option, or raise if sharing memory is impossible."""
     if wanted is None:
         return None
     if not flag("shared_memory", wanted):
         return False
     if codec != "float32":
-        raise ValueError(f"codec={codec!r} has no effect with shared_memory=True: give one of them")
+        raise ValueError(
+            f"shared_memory=True needs codec='float32', got codec={codec!r}. Leave out one option."
+        )
     if crew is not None:
-        raise ValueError("shared_memory=True is for a process group, not for a crew: leave it out.")
+        raise ValueError(
+            "shared_memory=True needs a process group, not a crew. Leave out shared_memory."
+        )
     for param in all_params(optimizer):
         check_on_cpu(param.device)
     return True
@@ -156,7 +150,7 @@ def check_agreement(
     buffers: Sequence[Tensor],
     modules: Sequence[nn.Module],
 ) -> None:
-    """Raise on every worker if their options or models differ, before anything is sent."""
+    """Raise on every worker if options or models differ, before the first tensor is sent."""
     facts = {
         "options": {name: str(value) for name, value in options.items()},
         "shards (process_group= must be of ranks with the same shard)": _describe_shards(params),
@@ -171,7 +165,6 @@ def check_agreement(
 
 
 def _describe_shards(params: Sequence[Tensor]) -> list[str]:
-    """Describe which shards of DTensors are on this rank."""
     shards = []
     for param in params:
         if is_dtensor(param):
@@ -180,17 +173,17 @@ def _describe_shards(params: Sequence[Tensor]) -> list[str]:
     return shards
 
 
-# -- other averaging -------------------------------------------------------------------------------
+# -- averaged gradients ----------------------------------------------------------------------------
 
 
 def check_not_averaged(
     class_name: str, workers: RankGroup, optimizer: Optimizer, model: nn.Module | None
 ) -> None:
-    """Raise if the workers of the blocks share their gradients; warn if it is not certain."""
+    """Raise if a wrapper averages gradients over the workers, or warn if that is uncertain."""
     if workers.size == 1:
         return
     way_out = (
-        f"{class_name} needs a model without it. Pass ranks that train as one worker as "
+        f"{class_name} needs a model without it. Pass the ranks of a single worker as "
         f"inner_group=, and one rank of each worker as process_group=.{advice('no DDP')}"
     )
     inner = unwrap(optimizer)[-1]
@@ -199,14 +192,13 @@ def check_not_averaged(
     if model is not None and _averages(model) and _groups_overlap(model.process_group, workers):
         raise ValueError(f"model= is in {type(model).__name__}, which averages too. {way_out}")
     if _averaging_modules(optimizer, workers):
-        gc.collect()  # a wrapper without references must not cause a warning
+        gc.collect()  # avoid a warning about an unreferenced wrapper
         for kind in sorted(_averaging_modules(optimizer, workers)):
             text = f"the parameters are in a {kind} that averages gradients, too. {way_out}"
             warn(text, RuntimeWarning)
 
 
 def _averaging_modules(optimizer: Optimizer, workers: RankGroup) -> set[str]:
-    """Return the class names of modules that average the gradients over these workers."""
     found = set()
     for module, _ in modules_holding(all_params(optimizer), _averages):
         if _groups_overlap(module.process_group, workers):
@@ -215,23 +207,22 @@ def _averaging_modules(optimizer: Optimizer, workers: RankGroup) -> set[str]:
 
 
 def _averages(module: nn.Module) -> bool:
-    # Two attributes that torch's DDP, its subclasses and ShardedDataParallel have in common.
+    # torch's DDP, its subclasses and ShardedDataParallel share these two attributes.
     return "require_backward_grad_sync" in vars(module) and "process_group" in vars(module)
 
 
 def _groups_overlap(group: object, workers: RankGroup) -> bool:
-    """Return whether two or more of the workers are in this process group."""
+    """Return whether the process group contains two or more of the workers."""
     if not isinstance(group, dist.ProcessGroup | None):
         return False
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return len(set(ranks) & set(workers.ranks)) > 1
 
 
-# -- a saved run ---------------------------------------------------------------------------------
+# -- saved runs ----------------------------------------------------------------------------------
 
 
 def describe_outer(outer: Outer) -> dict[str, Value]:
-    """Return an outer step's class and settings."""
     described: dict[str, Value] = {"outer": type(outer).__name__}
     for name, value in sorted(vars(outer).items()):
         is_plain = isinstance(value, bool | int | float | str | None)
@@ -240,19 +231,17 @@ def describe_outer(outer: Outer) -> dict[str, Value]:
 
 
 def rename_options(options: Options, names: Names) -> dict[str, Value]:
-    """Return the options under the names of the class."""
     return {names.get(name, name): value for name, value in options.items()}
 
 
 def check_options(saved: Options, options: Options, names: Names) -> None:
-    """Raise if the saved run had other options."""
     differences = []
     for name, here in options.items():
-        came = saved.get(name)
-        if isinstance(came, Tensor) or came != here:  # (a tensor compares element by element)
-            differences.append(f"{names.get(name, name)}: saved {came}, now {here}")
+        there = saved.get(name)
+        if isinstance(there, Tensor) or there != here:  # (tensors compare element by element)
+            differences.append(f"{names.get(name, name)}: saved {there}, now {here}")
     if differences:
         raise ValueError(
-            f"this state dict is of a run with other options: {'; '.join(differences)}. If the "
-            'change is meant, set state["blocks"]["options"] = None before load_state_dict(state).'
+            f"this state dict is from a run with other options: {'; '.join(differences)}. To "
+            'change options, set state["blocks"]["options"] = None before load_state_dict(state).'
         )

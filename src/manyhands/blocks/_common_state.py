@@ -1,9 +1,9 @@
-"""Collect the state that is equal on every worker, for joiners and for continued runs.
+"""State that is equal on all workers, for joiners and saved runs.
 
-    Counters            plain numbers: steps, rounds, the present block, the drift of the last one
-    TransferredState    these, anchor and outer memories, buffers, samples, and rounds to repeat
+    Counters            plain numbers: steps, rounds, current block, last drift
+    TransferredState    also anchor and outer memories, buffers, samples, and rounds to repeat
 
-`_saving.py` adds the state of each worker.
+`_saving.py` adds the state of a single worker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from manyhands.data._account import SavedAccount
 
 
 class Counters(BlockPlan):
-    """The plain numbers that are equal on every worker."""
+    """Plain numbers that are equal on all workers."""
 
     steps: int
     rounds: int
@@ -45,7 +45,7 @@ class TransferredState(Counters, AnchorState):
 
 @dataclass(frozen=True)
 class CommonParts:
-    """The parts of a worker that hold the common state: they are read, and set to it."""
+    """The parts of a worker with common state."""
 
     anchor: Anchor
     schedule: Schedule
@@ -54,7 +54,6 @@ class CommonParts:
     samples: BlockSamples
 
     def counters(self, state: BlockState) -> Counters:
-        """Return the plain numbers of the common state."""
         return {
             "steps": state.steps,
             "rounds": state.rounds,
@@ -65,7 +64,7 @@ class CommonParts:
         }
 
     def load_block(self, saved: Counters) -> None:
-        """Enter the saved block, with the drift of the last one."""
+        """Enter the saved block."""
         start, length = saved["block"]
         self.schedule.begin(start, length)
         self.schedule.load_state(saved, self.samples.number)
@@ -75,8 +74,8 @@ class CommonParts:
     # -- state transfer ------------------------------------------------------------------------
 
     def pack(self, state: BlockState) -> bytes:
-        """Return the state for a joiner as bytes: anchor, memories, counters, buffers, samples."""
-        if not state.anchor_in_use:  # this worker's parameters take its place
+        """Return the common state as bytes, for a joiner."""
+        if not state.anchor_in_use:  # in a warm-up, transfer the parameters
             self.anchor.begin()
         transferred: TransferredState = {
             **self.counters(state),
@@ -92,8 +91,8 @@ class CommonParts:
         return file.getvalue()
 
     def take_over(self, data: bytearray, state: BlockState) -> BlockState:
-        """Take over the state that another member has packed; return the joiner's state."""
-        # `weights_only`: no code that comes over the network may run here.
+        """Load another member's packed state; return this worker's new state."""
+        # `weights_only`: never run code from the network.
         saved: TransferredState = torch.load(io.BytesIO(data), "cpu", weights_only=True)
         self.anchor.load(saved)
         self.load_block(saved)

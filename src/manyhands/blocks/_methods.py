@@ -1,8 +1,8 @@
-"""Define the methods under the names of their papers: `Blocks` with different outer steps.
+"""`LocalSGD`, `DiLoCo`, `SlowMo` and `BMUF`: `Blocks` with the outer steps of these papers.
 
-A method passes `**options` on to `Blocks`. A type checker and an editor
-know their names and types from a TypedDict; `help()` and the reference page list them because
-`list_options` copies them from `Blocks`, signature and descriptions.
+Each method passes `**options` to `Blocks`. Type checkers and editors read the option names and
+types from a TypedDict. For `help()` and the reference page, `list_options` copies signature and
+descriptions from `Blocks`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Method = TypeVar("Method", bound=type[Blocks])
 
 
 class CommonOptions(TypedDict, total=False):
-    """The options of `Blocks` that all methods have under the same names."""
+    """Options of `Blocks` with equal names in all methods."""
 
     codec: str
     overlap: int
@@ -44,7 +44,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class BlockOptions(CommonOptions, total=False):
-    """The options of `Blocks` that BMUF has under other names, or with other defaults."""
+    """Options of `Blocks` with different names or defaults in BMUF."""
 
     warmup: int
     local_warmup: bool
@@ -52,7 +52,7 @@ class BlockOptions(CommonOptions, total=False):
 
 
 def list_options(passed_on: type[CommonOptions]) -> Callable[[Method], Method]:
-    """Show the options that a method passes on to `Blocks`: in its signature and its docstring."""
+    """Add the options that a method passes to `Blocks` to its signature and docstring."""
 
     def decorate(method: Method) -> Method:
         init: Any = method.__init__
@@ -72,20 +72,20 @@ def list_options(passed_on: type[CommonOptions]) -> Callable[[Method], Method]:
 
 
 def _described_args(docstring: str) -> dict[str, str]:
-    """Return the entries of the "Args" of a docstring by name."""
+    """Return the entries of a docstring's "Args" section by name."""
     _, _, args = inspect.cleandoc(docstring).partition("\n\nArgs:\n")
     entries = re.split(r"\n(?=    \w+: )", args)
     return {entry.strip().partition(":")[0]: entry for entry in entries}
 
 
 def _momentum(name: str, value: object) -> float:
-    why = "With 1 or more, the effect of one block would never fade."
+    why = "At 1 or above, the effect of a block would never fade."
     return real(name, value, least=0, below=1, why=why)
 
 
 @list_options(BlockOptions)
 class LocalSGD(Blocks):
-    """Blocks whose next anchor is the plain mean of the workers.
+    """Blocks without an outer optimizer: the next anchor is the workers' mean.
 
         anchor = mean of the workers' parameters
 
@@ -97,7 +97,7 @@ class LocalSGD(Blocks):
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = mh.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), every=8)
 
-    See `Blocks` for what all methods have in common.
+    See `Blocks` for the behavior that all methods share.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class LocalSGD(Blocks):
 
 @list_options(BlockOptions)
 class DiLoCo(Blocks):
-    """Blocks with an outer Nesterov momentum over the workers' mean difference.
+    """Blocks with an outer SGD with Nesterov momentum, which steps along the mean difference.
 
         gradient = anchor - mean of the workers' parameters
         velocity = momentum * velocity + lr * gradient
@@ -126,8 +126,8 @@ class DiLoCo(Blocks):
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     >>> optimizer = mh.DiLoCo(optimizer, every=100, codec="int4", overlap=10, fragments=4)
 
-    `lr` and `momentum` default to the paper's values. `lr` in `param_groups` is the inner
-    optimizer's. See `Blocks` for what all methods have in common.
+    `lr` and `momentum` default to the paper's values. `lr` in `param_groups` is the inner learning
+    rate. See `Blocks` for the behavior that all methods share.
 
     Args:
         lr: the outer optimizer's learning rate.
@@ -155,7 +155,7 @@ class DiLoCo(Blocks):
 
 @list_options(BlockOptions)
 class SlowMo(Blocks):
-    """Blocks with a slow momentum, in units of the inner learning rate.
+    """Blocks with a slow momentum, measured in units of the inner learning rate.
 
         gradient = anchor - mean of the workers' parameters
         velocity = slow_momentum * velocity + gradient / inner_lr
@@ -168,13 +168,13 @@ class SlowMo(Blocks):
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = mh.SlowMo(torch.optim.SGD(model.parameters(), lr=0.1), slow_momentum=0.5)
 
-    See `Blocks` for what all methods have in common.
+    See `Blocks` for the behavior that all methods share.
 
     Args:
         slow_lr: the slow learning rate α.
         slow_momentum: the slow momentum β.
-        inner_lr: the inner learning rate γ. None: that of the first parameter group at the time of
-            the sync round.
+        inner_lr: the inner learning rate γ. By default, the learning rate of the first parameter
+            group at each sync round.
     """
 
     _names: ClassVar[Mapping[str, str]] = {
@@ -202,7 +202,7 @@ class SlowMo(Blocks):
 
 @list_options(CommonOptions)
 class BMUF(Blocks):
-    """Blocks with a block momentum, with the options that fairseq documents.
+    """Blocks with a block momentum, and with the options that fairseq documents.
 
         gradient = anchor - mean of the workers' parameters
         velocity = block_momentum * velocity + block_lr * gradient
@@ -216,26 +216,25 @@ class BMUF(Blocks):
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> optimizer = mh.BMUF(optimizer, block_momentum=0.875, global_sync_iter=50)
 
-    Four surprises, which are fairseq's. With `block_momentum=0` the next anchor is the workers'
-    mean, whatever `block_lr` is. In the first `warmup_iterations` steps each worker trains alone;
-    then all take worker 0's parameters. `use_nbm` is not Nesterov's momentum: it equals plain
-    momentum with `block_lr * (1 + block_momentum)`; `nesterov=True` is Nesterov's. A sync round
-    follows each step whose number is a multiple of `global_sync_iter`. See `Blocks` for what all
-    methods have in common.
+    BMUF reproduces four peculiarities of fairseq. With `block_momentum=0` the next anchor is the
+    workers' mean, for any `block_lr`. In the first `warmup_iterations` steps each worker trains
+    alone, and then all workers take worker 0's parameters. `use_nbm` equals plain momentum with
+    `block_lr * (1 + block_momentum)`; Nesterov momentum is `nesterov=True`. Sync rounds follow the
+    steps with a number divisible by `global_sync_iter`. See `Blocks` for the behavior that all
+    methods share.
 
     Args:
-        block_lr: the factor of the workers' mean difference.
-        block_momentum: the factor of the last block's movement; 1 - 1/N is a good value for N
-            workers.
-        global_sync_iter: steps from one sync round to the next.
-        warmup_iterations: steps before the first block.
+        block_lr: factor of the workers' mean difference.
+        block_momentum: factor of the previous block's movement. For N workers, 1 - 1/N works well.
+        global_sync_iter: number of steps between two sync rounds.
+        warmup_iterations: number of steps before the first block.
         use_nbm: fairseq's form of a look-ahead.
-        average_sync: average Adam's moments at each sync round and at the end of the warm-up,
-            where all optimizer state is reset otherwise. `state="average"` averages the state of
-            any optimizer.
-        nesterov: Nesterov's momentum, which is DiLoCo's outer step.
-        local_warmup: False: in the warm-up all workers step along the mean of their gradients, as
-            with the other methods.
+        average_sync: average Adam's moments at each sync round and at the end of the warm-up. By
+            default the end of the warm-up resets the optimizer state. `state="average"` averages
+            the state of any optimizer.
+        nesterov: use Nesterov momentum, which is DiLoCo's outer step.
+        local_warmup: if False, all workers take the warm-up steps along their mean gradient, as in
+            the other methods.
         process_group: the workers; by default all ranks.
     """
 
@@ -263,7 +262,7 @@ class BMUF(Blocks):
         process_group: dist.ProcessGroup | None = None,
         **options: Unpack[CommonOptions],
     ) -> None:
-        # Saved with all its settings, also where momentum 0 makes it a plain average.
+        # Saved runs record all settings, even where momentum 0 makes this a plain average.
         self._described = BlockMomentum(
             real("block_lr", block_lr, above=0),
             _momentum("block_momentum", block_momentum),
@@ -276,11 +275,11 @@ class BMUF(Blocks):
             if state not in ("average_moments", "average"):
                 raise ValueError(
                     f"average_sync=True averages Adam's moments at each sync round, and "
-                    f"state={state!r} does not: give only one of the two."
+                    f"state={state!r} does not: pass only one of these options."
                 )
         for engine_name, name in (("every", "global_sync_iter"), ("warmup", "warmup_iterations")):
             if engine_name in options:
-                raise TypeError(f"BMUF has fairseq's names: write {name}= for {engine_name}=.")
+                raise TypeError(f"BMUF uses fairseq's names: write {name}= for {engine_name}=.")
         warmup_iterations = whole("warmup_iterations", warmup_iterations)
         if not isinstance(global_sync_iter, Every):
             global_sync_iter = Every(global_sync_iter, "global_sync_iter")

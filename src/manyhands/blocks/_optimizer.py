@@ -1,8 +1,6 @@
-"""Wrap an optimizer in blocks of local steps: options, their checks, stepping, saving and loading.
+"""`Blocks`: an optimizer wrapper that trains in blocks of local steps.
 
-`Blocks.step` is the inner optimizer's step, followed by `Sync.after_step` (`_sync.py`), which
-decides what is sent and merged.
-(`blocks/__init__.py` defines block, sync round, anchor and fragment.)
+`Blocks.step` runs the inner optimizer's step and then `Sync.after_step` (`_sync.py`).
 """
 
 from __future__ import annotations
@@ -47,20 +45,20 @@ from manyhands.blocks._samples import SampleRounds
 from manyhands.blocks._schedule import Every, Schedule, check_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import CODECS
-from manyhands.blocks.averaging._payload import STATES, Extras, all_params, trainable_params
+from manyhands.blocks.averaging._payload import STATE_OPTIONS, Extras, all_params, trainable_params
 from manyhands.blocks.averaging._round import Drift, ElasticMembers
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import MemberFacts
 from manyhands.blocks.crew._roster import NO_VERSION
 
-BUFFERS = ("average", "broadcast", "keep")
+BUFFER_OPTIONS = ("average", "broadcast", "keep")
 
-Closure = Callable[[], object]  # computes the gradients, and returns the loss
-Step = Callable[..., object]  # an inner optimizer's, which may have further arguments
+Closure = Callable[[], object]  # computes the gradients and returns the loss
+Step = Callable[..., object]
 
 
 class Blocks(OptimizerWrapper):
-    """Let each worker take local steps, and synchronize all workers once in a block.
+    """Take local steps on each worker, and synchronize all workers once per block.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
@@ -69,17 +67,17 @@ class Blocks(OptimizerWrapper):
     >>> model(torch.ones(4, 2)).sum().backward()
     >>> optimizer.step()
 
-    It wraps any optimizer, or a list of several, and takes its place. Do not wrap the model in
-    `DistributedDataParallel`: each worker follows its own gradients, and parameters differ until
-    the next sync round. `LocalSGD`, `BMUF`, `SlowMo` and `DiLoCo` are this class with the outer
-    step of that name. One worker without a crew is bitwise the bare optimizer.
+    The wrapper replaces the optimizer or list of optimizers. Do not wrap the model in
+    `DistributedDataParallel`: parameters differ between workers until the next sync round.
+    `LocalSGD`, `BMUF`, `SlowMo` and `DiLoCo` are `Blocks` with the outer step of that name. With a
+    single worker and no crew, training is bitwise equal to the bare optimizer.
 
-    At construction every worker takes worker 0's parameters and buffers. Every worker has to call
-    `step` equally often, unless `every` allows different numbers (`Seconds`). At the end of
-    training, and before one model is evaluated or saved for all workers, call `synchronize()` on
-    every worker, or use `at_anchor()`.
+    The constructor sets parameters and buffers to worker 0's values. Every worker must call `step`
+    equally often, unless `every` is a `Seconds` with `own_steps=True`. At the end of training, and
+    before evaluating or saving a model for all workers, call `synchronize()` on every worker, or
+    use `at_anchor()`.
 
-    Another outer step:
+    Subclass `Outer` to define a different outer step:
 
     >>> from manyhands.blocks import Outer
     >>> class Signs(Outer):
@@ -89,39 +87,39 @@ class Blocks(OptimizerWrapper):
     >>> optimizer = mh.Blocks(optimizer.optimizer, Signs(), every=16)
 
     Args:
-        optimizer: the inner optimizer, with which each worker steps. Or a list of several, such as
-            Muon and AdamW, each with separate parameters: `step` steps all of them.
-        outer: the outer step, from the workers' mean to the next anchor. By default the mean is
-            the next anchor.
-        every: steps from one sync round to the next, or `Seconds`.
-        codec: how differences are encoded: "float32", "bfloat16", "int8", "int4" or "ternary". What
-            rounding cuts off is added to the next difference.
-        overlap: steps for which training goes on while a mean is in flight. 0 waits for it.
-        fragments: parts of the model that are synchronized one after the other, evenly over a
+        optimizer: the inner optimizer, or a list of optimizers with separate parameters, such as
+            Muon and AdamW.
+        outer: the outer step, which computes the next anchor from the workers' mean. By default
+            the mean is the next anchor.
+        every: number of steps between two sync rounds, or `Seconds`.
+        codec: encoding of the differences: "float32", "bfloat16", "int8", "int4" or "ternary". The
+            rounding error is added to the next difference.
+        overlap: number of steps for which training continues while a mean is in flight.
+        fragments: number of parts of the model, which are synchronized at equal intervals within a
             block.
-        state: the inner optimizer's state at a sync round: "keep" it, "average" it over the
-            workers, or "reset" it. "average_moments" averages Adam's moments only, as fairseq.
-        buffers: "average" the model's buffers, "broadcast" worker 0's, or "keep" each worker's.
-        warmup: steps at the beginning in which gradients are averaged, as in DDP.
-        local_warmup: do not average gradients in these steps, and take worker 0's parameters
-            at their end, as in fairseq.
-        anchor_on_host: keep the anchor and the outer memories in the host's memory.
-        model: the model with the buffers. Without it, the model is found by its parameters
-            (except after `gc.freeze()`).
+        state: treatment of the inner optimizer's state at a sync round: "keep", "average" over the
+            workers, or "reset". "average_moments" averages Adam's moments only, like fairseq.
+        buffers: treatment of the model's buffers: "average", "broadcast" from worker 0, or "keep".
+        warmup: number of initial steps in which gradients are averaged, as in DDP.
+        local_warmup: take the warm-up steps along local gradients, then take worker 0's parameters,
+            like fairseq.
+        anchor_on_host: store anchor and outer memories in host memory.
+        model: the model with the buffers. By default the model is found by its parameters, which
+            fails after `gc.freeze()`.
         process_group: the workers; by default all ranks.
-        inner_group: ranks that have the same parameters, joined by a fast network, as under DDP.
-            Each of them synchronizes its slice of the parameters. `process_group` is then the
-            group of the ranks with the same rank in each inner group; a crew makes it itself.
-        crew: elastic membership instead of a process group: see `Crew`.
-        shared_memory: workers of one host, with parameters on the CPU and codec="float32", read
-            each other's memory instead of sending. None: where it is possible (Linux); True:
-            raise where it is not; False: never.
+        inner_group: ranks with equal parameters on a fast network, as under DDP, which form a
+            single worker. Each rank synchronizes a slice of the parameters. `process_group` must
+            then contain the ranks with equal rank in each inner group; a crew creates this group.
+        crew: elastic membership instead of a process group; see `Crew`.
+        shared_memory: exchange differences through shared memory between workers on a single host,
+            with parameters on the CPU and codec="float32". None: if possible (Linux); True: raise
+            if impossible; False: never.
     """
 
     layer = "blocks"
-    #: From the engine's names of options to the subclass's (`_checks.py`).
+    #: Maps the names of the engine's options to the subclass's names (`_checks.py`).
     _names: ClassVar[Mapping[str, str]] = {}
-    _described: Outer | None = None  # the outer step that is saved, if not the one in use
+    _described: Outer | None = None  # the outer step to save, if different
 
     @explained
     def __init__(
@@ -147,11 +145,11 @@ class Blocks(OptimizerWrapper):
         outer = outer or Average()
         self._inner = check_optimizers(type(self).__name__, optimizer, Blocks)
         interval = every if isinstance(every, Every) else Every(every)
-        one_of("buffers", buffers, BUFFERS)
+        one_of("buffers", buffers, BUFFER_OPTIONS)
         overlap = whole("overlap", overlap)
         fragments = whole("fragments", fragments, 1)
         one_of("codec", codec, list(CODECS))
-        one_of("state", state, STATES)
+        one_of("state", state, STATE_OPTIONS)
         warmup = whole("warmup", warmup, why="It is a number of steps.")
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
@@ -187,7 +185,7 @@ class Blocks(OptimizerWrapper):
         return self._inner
 
     def _begin(self, model: nn.Module | None) -> None:
-        """Check that all workers agree, and take worker 0's parameters, or a member's in a crew."""
+        """Check that all workers agree, then copy the parameters of worker 0 or a crew member."""
         sync = self._sync
         params = trainable_params(self._inner)
         everything = all_params(self._inner)
@@ -219,7 +217,6 @@ class Blocks(OptimizerWrapper):
         sync.anchor.begin()
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
-        """Raise on every worker if they differ in options, in these parameters or in buffers."""
         options = rename_options(self._compared(), self._names)
         check_agreement(
             type(self).__name__,
@@ -232,7 +229,7 @@ class Blocks(OptimizerWrapper):
         )
 
     def _compared(self) -> dict[str, Value]:
-        """Return the facts that must be equal on all workers: options, and a list of optimizers."""
+        """Return the facts that must be equal on all workers."""
         if not isinstance(self._inner, SeveralOptimizers):
             return self._options
         return {**self._options, "optimizers": str(self._inner)}
@@ -241,43 +238,42 @@ class Blocks(OptimizerWrapper):
 
     @property
     def gradient_ranks(self) -> RankGroup:
-        """The ranks whose gradients are averaged for a step: those of this worker."""
+        """Ranks of this worker; gradients are averaged over these ranks."""
         return self._sync.members.inner
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other worker, and never will be."""
+        """Whether there is no other worker, now or later."""
         return self._sync.alone
 
     @property
     def steps(self) -> int:
-        """Steps taken. A worker that joins later continues from the number of the run.
+        """Number of steps. A worker that joins later continues from the run's number of steps.
 
-        With `own_steps=True` this is the mean of the workers' steps: equal on all workers at each
-        sync round.
+        With `own_steps=True`, `steps` is the workers' mean, equal on all workers at sync rounds.
         """
         return self._sync.state.steps
 
     @property
     def own_steps(self) -> int:
-        """Steps that this worker has taken itself."""
+        """Number of steps of this worker."""
         return self._sync.state.own
 
     @property
     def rounds(self) -> int:
-        """Sync rounds that took place."""
+        """Number of completed sync rounds."""
         return self._sync.state.rounds
 
     @property
     def outer(self) -> Outer:
-        """The outer step, from the workers' mean to the next anchor."""
+        """The outer step, which computes the next anchor from the workers' mean."""
         return self._sync.anchor.outer
 
     @property
     def left_out(self) -> list[int]:
-        """Workers that were left out of the last mean, because not all their values were finite.
+        """Workers excluded from the last mean, because some of their values were not finite.
 
-        Ranks in the process group, or the numbers of a crew's workers.
+        The list contains ranks of the process group, or numbers of a crew's workers.
         """
         return list(self._sync.stats.left_out)
 
@@ -287,7 +283,7 @@ class Blocks(OptimizerWrapper):
         stats = sync.stats
         drift, *parts = stats.drifts
         drifts = {}
-        if isinstance(self._inner, SeveralOptimizers):  # the drift of each: "distance_AdamW"
+        if isinstance(self._inner, SeveralOptimizers):  # for each optimizer: "distance_AdamW"
             parts = parts or [Drift()] * len(self._inner.names)  # before the first round: NaN
             for name, part in zip(self._inner.names, parts, strict=False):
                 for field, value in part._asdict().items():
@@ -298,18 +294,18 @@ class Blocks(OptimizerWrapper):
         return {
             **inner,
             "step": sync.state.steps,
-            "workers": stats.workers or sync.members.workers.size,  # in the last round
+            "workers": stats.workers or sync.members.workers.size,
             "members": " ".join(map(str, stats.members)),
             "rounds": sync.state.rounds,
             "every": sync.schedule.length,
-            "own_every": sync.schedule.own,  # steps of this worker in the present block
+            "own_every": sync.schedule.own,  # of this worker
             "own_steps": sync.state.own,
             "distance": drift.distance,
             "spread": drift.spread,
             "cosine": drift.cosine,
             "left_out": stats.left_out_ever,
             "undone": stats.undone,
-            "dropped": sync.state.dropped,  # steps of this worker that are in no mean
+            "dropped": sync.state.dropped,  # steps of this worker that entered no mean
             "waited": stats.waited,
             **drifts,
         }
@@ -317,14 +313,14 @@ class Blocks(OptimizerWrapper):
     # -- stepping ------------------------------------------------------------------------------
 
     def step(self, closure: Closure | None = None, *args: object, **kwargs: object) -> Any:
-        """Step the inner optimizer, and synchronize with the other workers if it is time.
+        """Step the inner optimizer, and synchronize with the other workers when a round is due.
 
-        A step that a `GradScaler` skips is counted, so that all workers count the same steps.
+        Steps that a `GradScaler` skips count too.
         """
         sync = self._sync
         if closure is not None:
             closure = self._in_step(closure)
-        # A scaler leaves them on the optimizer that it was given: this one, or the inner one.
+        # A scaler sets signals on this wrapper or on the inner optimizer.
         signals = ScalerSignals.read_from(self, self._inner)
         if sync.state.steps_together and not self.alone:
             result = self._step_together(signals, closure, *args, **kwargs)
@@ -334,7 +330,7 @@ class Blocks(OptimizerWrapper):
                 sync.before_step()
             result = self._step_inner(signals, closure, *args, **kwargs)
         for each in self._scheduled:
-            each._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without
+            each._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
         sync.count_step()
         if not self.alone:
             began = time.perf_counter()
@@ -345,13 +341,13 @@ class Blocks(OptimizerWrapper):
                 self._inner.after_sync(time.perf_counter() - began)
         return result
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice: the inner step does
+    step.hooked = True  # type: ignore[attr-defined]  # the inner step runs the step hooks; torch must not repeat them
 
     def _step_inner(
         self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
     ) -> object:
-        """Step the inner optimizer by itself; None if a `GradScaler` wants the step skipped."""
-        # `bool` waits for the device: only if the inner optimizer cannot skip by itself.
+        """Step the inner optimizer, unless a `GradScaler` skips the step."""
+        # `bool` synchronizes with the device, so it is a last resort.
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
         positional = args if closure is None else (closure, *args)
@@ -362,7 +358,6 @@ class Blocks(OptimizerWrapper):
     def _step_together(
         self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
     ) -> object:
-        """Take a step along the mean of all workers' gradients."""
 
         def average() -> bool:
             if signals.grad_scale is not None:
@@ -374,7 +369,6 @@ class Blocks(OptimizerWrapper):
             return step(*args, **kwargs) if average() else None
 
         def closure_with_mean() -> object:
-            """Compute the gradients in the optimizer's call, and then the workers' mean of them."""
             with torch.enable_grad():
                 loss = closure()
             if not average():  # no worker has a finite gradient
@@ -384,27 +378,26 @@ class Blocks(OptimizerWrapper):
         return step(closure_with_mean, *args, **kwargs)
 
     def _add_unfrozen_params(self) -> None:
-        """Give an anchor to parameters that are trained since the last step, on every worker."""
         new = [param for param in trainable_params(self._inner) if id(param) not in self._known]
         if new:
             self._known.update(map(id, new))
             with torch.no_grad():
-                # What is in flight was laid out without the new parameters: merge it first.
+                # Rounds in flight lack the new parameters: merge these rounds first.
                 self._sync.merge_pending()
                 self._extend_anchor(new)
 
     def _extend_anchor(self, params: Sequence[Tensor]) -> None:
-        """Give these parameters an anchor, apart for each optimizer, so that each has a drift."""
+        """Add parameters to the anchor, separately for each optimizer, to measure each drift."""
         for number, each in enumerate(optimizers_in(self._inner)):
             own = set(map(id, all_params(each)))
             self._sync.anchor.extend([param for param in params if id(param) in own], number)
 
     def count_samples(self, samples: int) -> None:
-        """Weight the next step by this many samples (or tokens); calls before one step add up.
+        """Weight the next step by a number of samples (or tokens). Repeated calls add up.
 
-        The mean of a sync round is then weighted by the samples that each worker trained on since
-        the last one. Call it before every step on every worker, or never: without it workers have
-        equal weights, or with `own_steps=True` the weights of their steps.
+        Each worker's weight in the mean of a sync round is then the number of samples since the
+        last round. Call it before every step on every worker, or never. Without calls, workers
+        have equal weights, or with `own_steps=True` weights proportional to their steps.
 
         >>> import torch, manyhands as mh
         >>> model = torch.nn.Linear(2, 1)
@@ -421,18 +414,18 @@ class Blocks(OptimizerWrapper):
         self._inner.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on every worker; worker 0's values hold for all."""
+        """Add a parameter group on every worker, with worker 0's values."""
         if isinstance(self._sync.members, ElasticMembers):
             raise RuntimeError(
-                "add_param_group() does not work with a crew: give the optimizer all parameters "
-                "when it is made."
+                "add_param_group() does not work with a crew. Pass all parameters to the "
+                "optimizer's constructor."
             )
-        # First, so that the check below sees it; a group that differs is taken out again.
+        # Add first, because the agreement check reads the group.
         self._inner.add_param_group(param_group)
         if self.alone:
             return
         with torch.no_grad():
-            self._sync.end_block()  # of own steps: some workers have held its round already
+            self._sync.end_block()  # with own steps, some workers may have completed its round
             self._sync.merge_pending()
         try:
             self._check_agreement(all_params(self._inner), [])
@@ -447,17 +440,16 @@ class Blocks(OptimizerWrapper):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Synchronize now; call it on every worker. All have the same parameters afterwards.
+        """Synchronize now, on every worker. Parameters are equal on all workers afterwards.
 
-        In a crew, call it at the same `steps` on every worker. A worker that has joined at that
-        step takes part.
+        In a crew, call it at equal `steps` on every worker, including new members.
         """
         if not self.alone:
             self._sync.sync_now()
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:
-        """Use the anchor as parameters inside this context: they are equal on all workers.
+        """Set the parameters to the anchor, which is equal on all workers, inside this context.
 
         >>> import torch, manyhands as mh
         >>> model = torch.nn.Linear(2, 1)
@@ -465,7 +457,7 @@ class Blocks(OptimizerWrapper):
         >>> with optimizer.at_anchor():
         ...     loss = model(torch.ones(1, 2)).sum()
 
-        No collective runs, so one worker may do it by itself. It costs a copy of the parameters.
+        No collective runs, so a single worker may call it.
         """
         sync = self._sync
         if self.alone or not sync.state.anchor_in_use:  # in a warm-up the parameters are equal
@@ -473,8 +465,8 @@ class Blocks(OptimizerWrapper):
             return
         if sync.anchor.inner.size > 1:
             raise RuntimeError(
-                "with an inner_group each rank has a slice of the anchor only. Call "
-                "optimizer.synchronize() on every worker: the parameters are the anchor then."
+                "with an inner_group each rank has only a slice of the anchor. Call "
+                "optimizer.synchronize() on every worker: it sets the parameters to the anchor."
             )
         params = sync.anchor.params
         with torch.no_grad():
@@ -488,91 +480,94 @@ class Blocks(OptimizerWrapper):
                     param.copy_(value)
 
     def finish(self) -> None:
-        """Synchronize a last time, and leave the crew: training is over on this worker.
+        """Synchronize a last time at the end of training, and leave the crew.
 
-        A crew's worker that is done while others train on leaves without a sync round: its steps
-        since the last round are lost.
+        If other members of the crew continue, this worker's steps since the last round are lost.
         """
         if isinstance(self._sync.members, ElasticMembers):
-            if stop_notice.received:  # the other members may need longer than this worker has
+            if stop_notice.received:  # other members may need more time than this worker has
                 crew = self._sync.members.crew
                 crew.patience = min(crew.patience, stop_notice.seconds_left / 2)
             with torch.no_grad():
-                # In this order: a member that has left holds no further round.
+                # In this order: a member that has left takes part in no further round.
                 self._sync.close()
             self._sync.members.leave()
         else:
             self.synchronize()
 
     def block_samples(self) -> SampleRounds | None:
-        """Return the interface for a `Cursor`; None without other workers."""
+        """Return the interface for a `Cursor`, or None without other workers."""
         return None if self.alone else SampleRounds(self._sync)
 
     # -- stopping before the end ---------------------------------------------------------------
 
     def stop_agreed(self) -> bool | None:
-        """Return whether to stop here, as all workers know by now; None if they may not know."""
+        """Return whether to stop here, or None if other workers may not know the answer."""
         if self.alone:
             if isinstance(self._inner, OptimizerWrapper):
                 return self._inner.stop_agreed()
             return None
         if not self.in_crew:
-            return self._sync.stats.stop  # every worker's report has come to all workers
+            return self._sync.stats.stop  # all workers have read all reports
         if self.gradient_ranks.size > 1:
-            return None  # the processes of this worker ask each other
+            return None  # the ranks of this worker must agree among themselves
         return stop_notice.received and self.may_stop_here()
 
     def may_stop_here(self) -> bool:
-        """In a crew: stop between two blocks, or inside one at the loss of this worker's steps."""
+        """Return whether a crew member should stop now.
+
+        Inside a block, where this worker's steps would be lost, stop only if the block would take
+        more than half of the remaining time.
+        """
         if not self.in_crew or self._sync.between_blocks:
             return True
         return self._sync.seconds_to_merge() > stop_notice.seconds_left / 2
 
     @property
     def in_crew(self) -> bool:
-        """Whether a crew keeps the workers, and not a process group."""
+        """Whether this worker is in a crew."""
         return isinstance(self._sync.members, ElasticMembers)
 
     @property
     def joined_late(self) -> bool:
-        """Whether this worker came into a crew that trains already, and has taken no step since."""
+        """Whether this worker joined a crew during training, and has not stepped since."""
         return self._sync.state.joined_late
 
     # -- saving and loading --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, with the blocks' own under "blocks".
+        """Return the inner optimizer's state, with the state of the blocks under "blocks".
 
-        Each worker has its own, because parameters differ inside a block. If each worker loads its
-        own, training continues bit for bit; worker 0's can be loaded by any number of workers.
+        Each worker has a different state. If each worker loads the state that it saved, training
+        continues bit for bit. Any number of workers can load worker 0's state.
         """
         state = self._inner.state_dict()
         state[_saving.KEY] = {"options": self._options, **_saving.save_worker(self._sync)}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; load the model's first.
+        """Load a `state_dict`, after loading the model's.
 
-        Options of the blocks that differ from the saved run's are an error, which says how to
-        change them on purpose.
+        Raises an error if options of the blocks differ from the saved options, and explains how to
+        change options on purpose.
         """
         check_same_optimizers(self._inner, state_dict)
         saved = self.checked_state(state_dict.get(_saving.KEY))
-        # After all checks: a state that does not fit has no effect.
+        # All checks precede changes.
         inner = dict(state_dict)
         inner.pop(_saving.KEY, None)
         self._inner.load_state_dict(inner)
         _saving.load_saved(saved, self._sync)
 
     def checked_state(self, saved: object) -> _saving.SavedWorker | None:
-        """Return the blocks' part of a state dict if it fits this optimizer, or raise."""
+        """Return the blocks' part of a state dict, or raise if it does not fit this optimizer."""
         state = _saving.check_saved(saved, self._options, self._names)
-        # Accelerate loads an optimizer's own state into it, which is of the same step.
+        # Accelerate loads an optimizer's current state back into it: `steps` is then equal.
         if self.joined_late and (state is None or state["steps"] != self.steps):
             raise RuntimeError(
-                "this worker has joined a run that goes on, and received its state. Load an "
-                "earlier state only where the run begins: if optimizer.steps == 0. (mh.load and "
-                "job.load may be called on every worker: they keep the state that was received.)"
+                "this worker has joined a running job and received its state. Load an earlier "
+                "state only at the start of a run, if optimizer.steps == 0. (mh.load and job.load "
+                "may be called on every worker: they preserve the received state.)"
             )
         if state is not None:
             _saving.check_fits(state, self._sync)

@@ -1,8 +1,8 @@
-"""Save the state of blocks, and continue a run from it.
+"""Save and load the state of blocks.
 
-`save_worker` is a worker's part of the optimizer's `state_dict`, also in the middle of a block.
-`save_counters` and `load_counters` are for checkpoints that all workers share: numbers
-only, because `checkpoint/_optimizer.py` saves anchor and memories by parameter.
+`save_worker` serves the optimizer's `state_dict`, which differs between workers and may be saved
+inside a block. `save_counters` and `load_counters` serve checkpoints that all workers share; their
+tensors are saved by `checkpoint/_optimizer.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyhands._tensors.flat import FlatTensors
 from manyhands.blocks._anchor import Anchor, AnchorState, memory_order
 from manyhands.blocks._checks import Names, Options, check_options
 from manyhands.blocks._common_state import Counters
-from manyhands.blocks._sync import Pending, Sync
+from manyhands.blocks._sync import PendingRound, Sync
 from manyhands.blocks.averaging._payload import (
     REPORT,
     RoundResult,
@@ -36,26 +36,26 @@ FORMAT = 3
 
 
 class SavedWorker(Counters, AnchorState):
-    """A worker's part of a state dict."""
+    """The blocks' entry of a state dict."""
 
     format: int
-    workers: list[int]  # size and rank of the worker that saved it
+    workers: list[int]  # number of workers, and rank of this worker
     diverged: bool
     residual: list[Tensor | None]
-    pending: list[dict[str, object]]  # rounds in flight: `save_round`
-    totals: list[int]  # workers left out, and rounds undone, since the run began
+    pending: list[dict[str, object]]  # rounds in flight, from `save_round`
+    totals: list[int]  # exclusions of workers, and undone rounds
     left_out: list[int]  # of the last mean
     initial_state: dict[object, object]
     clock: list[float]
-    own: list[int]  # steps of this worker, its `Work`, steps in no mean, and in the present block
+    own: list[int]  # the state's `own`, `work` and `dropped`; steps in the current block
 
 
 def save_worker(sync: Sync) -> SavedWorker:
-    """Return the state for a bitwise continuation. Wait for the rounds in flight."""
+    """Wait for the rounds in flight, and return the state for a bitwise continuation."""
     workers = sync.members.workers
     state = sync.state
     pending = []
-    if not sync.members.elastic:  # a crew sends its differences again when they are due
+    if not sync.members.elastic:  # a crew sends differences again when due
         pending = [save_round(each) for each in sync.pending]
     return {
         "format": FORMAT,
@@ -74,17 +74,14 @@ def save_worker(sync: Sync) -> SavedWorker:
 
 
 def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | None:
-    """Return the blocks' part of a state dict if it fits these options, or raise.
-
-    None stays None: the state dict is of the bare optimizer.
-    """
+    """Return the blocks' entry of a state dict, if any, or raise if it does not fit the options."""
     if saved is None:
         return None
     entries = SavedEntries(saved, "blocks")
     entries.expect({"format": FORMAT})
     if entries.has("options"):
         check_options(entries.part("options").plain, options, names)
-    else:  # they may cut fragments differently; the differences are sent again when due
+    else:  # other options may change the fragments
         saved = {**saved, "pending": []}
     entries.whole("steps")
     entries.whole("rounds")
@@ -106,7 +103,7 @@ def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | Non
 
 
 def check_fits(state: SavedWorker, sync: Sync) -> None:
-    """Raise if a worker's saved part makes no sense, or is of other parameters."""
+    """Raise if the saved entry does not fit the parameters."""
     saved = SavedEntries(state, "blocks")
     diverged = saved.flag("diverged")
     saved.reals("clock", 2, least=-BELOW)
@@ -123,8 +120,8 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
         return
     if saved.real("order") != memory_order(sync.anchor.params):
         raise ValueError(
-            "this state dict is of parameters that lay in memory in another order, as after "
-            "model.to(memory_format=torch.channels_last)."
+            "this state dict is from parameters in a different memory order, such as after "
+            "model.to(memory_format=torch.channels_last). Use the memory order of the saved model."
         )
     _check_anchor(saved, sync)
     in_flight = [restore_round(each, sync.anchor) for each in saved.parts("pending")]
@@ -133,7 +130,6 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
 
 
 def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
-    """Raise unless the saved tensors have the shapes of the anchor, memories and residuals here."""
     buckets = sync.anchor.buckets
     workers = sync.members.workers
     has_residual = saved["workers"] == [workers.size, workers.rank]
@@ -152,7 +148,7 @@ def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
 
 @torch.no_grad()
 def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
-    """Continue from the saved state; if it is None, from the parameters as they are."""
+    """Continue from the saved state, or start an anchor at the parameters."""
     _drop_pending(sync)
     if saved is None:
         sync.anchor.begin()
@@ -173,14 +169,13 @@ def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
     if saved["anchor"] and not sync.alone:
         sync.anchor.load(saved)
         _load_residuals(saved, sync)
-    elif not sync.alone:  # of a single worker, whose steps were not in blocks
+    elif not sync.alone:  # saved by a single worker, without blocks
         sync.anchor.begin()
         sync.begin_block()
     sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
     sync.stats.left_out = list(saved["left_out"])
     if saved["initial_state"]:
         sync.extras.initial_state = copy.deepcopy(saved["initial_state"])
-    # A crew sends its differences again when they are due.
     if sync.anchor.buckets and not sync.members.elastic:
         for each in SavedEntries(saved, "blocks").parts("pending"):
             sync.pending.append(restore_round(each, sync.anchor))
@@ -189,16 +184,15 @@ def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
 
 
 def _drop_pending(sync: Sync) -> None:
-    """Before a state is loaded: end the rounds in flight, and forget them."""
     for pending in sync.pending:
-        pending.background.finished()  # its thread may write to the tensors that are loaded now
+        pending.background.finished()  # its thread writes to tensors that are about to be loaded
     sync.pending.clear()
     sync.state = sync.state.forget_rounds()
 
 
 def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
-    """Restore residuals and clock if this rank saved them itself."""
-    # A residual belongs to the slices that a rank rounds, which depend on rank and size.
+    """Load residuals and clock if this rank saved them."""
+    # Residuals belong to the slices that a rank rounds, which depend on rank and size.
     workers = sync.members.workers
     if saved["workers"] != [workers.size, workers.rank]:
         sync.anchor.reset_residuals()
@@ -212,8 +206,8 @@ def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
 # -- rounds in flight ------------------------------------------------------------------------------
 
 
-def save_round(pending: Pending) -> dict[str, object]:
-    """Wait for the mean of a round in flight, and return everything in plain values and tensors."""
+def save_round(pending: PendingRound) -> dict[str, object]:
+    """Wait for a round in flight, and return it as plain values and tensors."""
     pending.background.finished()
     result = pending.background.result
     if result is None:
@@ -226,21 +220,20 @@ def save_round(pending: Pending) -> dict[str, object]:
         "buffers": [mean.saved() for mean in pending.buffers],
         "state": [mean.saved() for mean in pending.state],
         "report": tuple(pending.report),
-        # A stop notice is about the processes that were saved, not about those that load, and a
-        # `Cursor` that is loaded hands out the samples of this round again.
+        # A stop notice concerns the saving process. A loaded `Cursor` hands out samples again.
         "reports": [tuple(report._replace(stop=0.0, drawn=0.0)) for report in result.reports],
         "parts": [[*part.by_rank, part.of_mean] for part in result.parts],
     }
 
 
-def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
-    """Return the round that `save_round` has described: its mean arrived, and was not merged."""
+def restore_round(saved: SavedEntries, anchor: Anchor) -> PendingRound:
+    """Return the round from `save_round`, before the merge."""
     fragments = saved.wholes("fragments")
     if not all(fragment < anchor.fragments for fragment in fragments):
         raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)
     differences = anchor.differences(fragments)
     for difference in differences:
-        difference.keep_apart(copied=True)
+        difference.defer_outer_step(copied=True)
     report = WorkerReport(*saved.reals("report", REPORT - 2, least=-BELOW))
     reports = [WorkerReport(*row) for row in saved.rows("reports", REPORT - 2, least=-BELOW)]
     rows = saved.each("parts")
@@ -257,7 +250,9 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
     buffers = list(map(_restore_mean, saved.parts("buffers")))
     state = list(map(_restore_mean, saved.parts("state")))
     done = BackgroundSync.already_done(result)
-    return Pending(fragments, saved.whole("merge_at"), differences, buffers, state, report, done)
+    return PendingRound(
+        fragments, saved.whole("merge_at"), differences, buffers, state, report, done
+    )
 
 
 def _restore_squares(saved: SavedEntries, name: str, workers: int) -> Squares:
@@ -270,11 +265,10 @@ def _restore_squares(saved: SavedEntries, name: str, workers: int) -> Squares:
 
 
 def _restore_mean(saved: SavedEntries) -> SnapshotPayload:
-    """Return a mean that had arrived, and was not merged, when it was saved."""
     sizes = saved.wholes("sizes")
     saved.each("keys", len(sizes))
     saved.check_tensor("mean", torch.empty(sum(sizes), device="meta"), finite=False)
-    # (cloned: the caller's state dict must not change when the mean is merged)
+    # (clone, because merging must not change the caller's state dict)
     return SnapshotPayload(map(str, saved["keys"]), sizes, saved["mean"].clone())
 
 
@@ -282,7 +276,7 @@ def _restore_mean(saved: SavedEntries) -> SnapshotPayload:
 
 
 class OuterStateParts:
-    """The `BlocksParts` of `_optimizers/state_parts.py`: the state of blocks, for a checkpoint."""
+    """Blocks' state in a checkpoint (`BlocksParts` of `_optimizers/state_parts.py`)."""
 
     def __init__(self, sync: Sync, options: Options) -> None:
         self._sync = sync
@@ -291,7 +285,7 @@ class OuterStateParts:
     @property
     def peers(self) -> list[int]:
         members = self._sync.members
-        if members.elastic or members.workers.size == 1:  # a crew's ranks are not torch's
+        if members.elastic or members.workers.size == 1:  # a crew's ranks differ from torch's
             return [dist.get_rank()]
         return members.workers.ranks
 
@@ -307,11 +301,9 @@ class OuterStateParts:
         return self._sync.anchor.outer.memories
 
     def outer_parts(self) -> list[StatePart]:
-        """Return the anchor, memories and residual of each parameter, for a checkpoint."""
         return list(self._sync.anchor.outer_parts())
 
     def save_counters(self) -> dict[str, object]:
-        """Return the plain numbers that any worker can continue from, without tensors."""
         sync = self._sync
         if sync.state.diverged and not sync.alone:
             raise RuntimeError(
@@ -335,9 +327,10 @@ class OuterStateParts:
         return check_saved(saved, self._options, {})
 
     def load_counters(self, saved: Any, unsaved: Iterable[Tensor], *, residuals: bool) -> None:
-        """As a checkpoint was read: continue from its counters, which `check_counters` has seen."""
-        # `unsaved` are the parameters without an anchor in the checkpoint, which begin here: they
-        # were frozen, or one worker trained alone.
+        """Continue from checked counters. Anchors of `unsaved` parameters start at the parameters.
+
+        These parameters were frozen, or trained by a single worker.
+        """
         sync = self._sync
         new = {id(param) for param in unsaved}
         if not residuals:
@@ -351,7 +344,7 @@ class OuterStateParts:
                     part.entries[entry].zero_()
                 FlatTensors([part.param]).read(part.start or 0, part.entries["anchor"])
         sync.state = sync.state.load(saved["steps"], saved["rounds"], own=saved["steps"])
-        if saved["alone"]:  # its steps were not in blocks
+        if saved["alone"]:  # saved by a single worker, without blocks
             sync.begin_block()
         sync.restart_clock()
         sync.samples.restart(sync.state)

@@ -1,20 +1,20 @@
-"""Save and load runs, for any number of ranks and any sharding.
+"""Save and load runs on any number of ranks, under any sharding.
 
-`save` and `load` are here, with the thread of a save. A save meets the other files in this order; a
-load goes through the same stages, from files to objects.
+This file contains `save`, `load` and the thread of an asynchronous save. A save passes through the
+other files in this order. A load goes through these stages from files to objects.
 
-    _writing.py  _reading.py  a save and a load, step by step
+    _writing.py  _reading.py  the steps of a save and of a load
     _model.py                 a model's tensors, under the names of the plain model
-    _optimizer.py             an optimizer's state, by parameter name, and the state of blocks
-    _values.py                the user's values, as JSON
-    _handover.py              states that foreign code loads, or that an optimizer may refuse
-    _format.py                the content of data files and of the commit, and the writer
-    _commit.py  _json.py      the commit is read, and compared with the declared types
-    _reader.py                slices of tensors are read
-    _folder.py                a folder in which nothing is half written and no link is followed
-    _cloud.py                 the same in a bucket
-    _tensor_parts.py          the slices of tensors on this rank, and where slices are stored
-    weights/                  weights in plain files, such as Hugging Face's folders
+    _optimizer.py             an optimizer's state by parameter name; the state of blocks
+    _values.py                the user's values as JSON
+    _handover.py              states that foreign code loads and may refuse
+    _format.py                the layout of data files and of the commit; the writer
+    _commit.py  _json.py      read a commit and compare it with the declared types
+    _reader.py                read slices of tensors
+    _folder.py                folders: atomic commits, locks, no links
+    _cloud.py                 buckets
+    _tensor_parts.py          slices of tensors on this rank and in files
+    weights/                  plain weight files, such as Hugging Face's
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Item = TypeVar("Item")
 
 
 class Saving:
-    """A checkpoint that is being saved. `path` is where it is, or will be.
+    """A checkpoint that `save` returns. `path` is the checkpoint's folder.
 
     >>> import torch, manyhands as mh
     >>> saving = mh.save("runs/saving", model=torch.nn.Linear(2, 1), wait=False)
-    >>> saving.wait().name  # train on, and wait when it has to be there
+    >>> saving.wait().name  # after more training, wait until the checkpoint is complete
     '000001'
     >>> saving.done
     True
@@ -58,11 +58,11 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether the checkpoint is complete, or has failed."""
+        """Whether the save has ended: the checkpoint is complete or has failed."""
         return self._written.done()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete on the disk. Raise on every rank if it failed."""
+        """Wait until the checkpoint is complete on disk. Raise on every rank if the save failed."""
         global _pending
         futures.wait([self._written])
         if _pending is self:  # an error does not block later saves
@@ -77,12 +77,12 @@ class Saving:
         return f"Saving({str(self.path)!r}, {state})"
 
 
-# One save at a time: two would mix their messages on the group that ranks keep for checkpoints.
+# Only a single save runs at a time: messages of two saves would mix in the ranks' store.
 _pending: Saving | None = None
 
 
 def wait_for_pending() -> None:
-    """Wait for the last asynchronous save. Raise the error of a save that was not waited for."""
+    """Wait for the last asynchronous save. Raise the error if the script has not called `wait`."""
     if _pending is not None:
         _pending.wait()
 
@@ -112,34 +112,35 @@ def save(
     >>> mh.load("run", model=model, optimizer=optimizer)
     {'step': 100, 'best_loss': 0.25}
 
-    Each rank writes its slices into a separate file; nothing is gathered. State is saved under
-    the parameters' names, so that `load` works on any number of ranks, under any sharding. A
-    checkpoint is complete or it is not there: if a run is killed, or a disk is full, the previous
-    checkpoint remains.
+    Each rank writes its slices into a separate file, without gathering. State is stored by
+    parameter name, so `load` works on any number of ranks and under any sharding. A checkpoint
+    appears only when complete: if the run is killed or the disk is full, the previous checkpoint
+    remains.
 
-    The random generators of every rank are saved, too. The values are rank 0's.
+    The checkpoint includes the random generators of every rank, and the values of rank 0.
 
     Args:
-        path: a folder that all ranks share, or a URL as `s3://bucket/run`. Each save makes a
-            folder in it.
+        path: a folder that all ranks share, or a URL such as `s3://bucket/run`. Each save creates a
+            folder in `path`.
         model: the model, wrapped or not.
-        optimizer: a torch optimizer, an `OSS`, a scaling rule or blocks around one; or a list of
-            them. Blocks are saved at a sync round: call `synchronize()` on every rank first.
+        optimizer: a torch optimizer, an `OSS`, a scaling rule or blocks around an optimizer, or a
+            list of optimizers. Save blocks at a sync round: call `synchronize()` on every rank
+            first.
         scheduler: a learning rate scheduler, or a list.
-        step: the number of steps so far. It becomes part of the checkpoint's name, and `load`
-            returns it.
-        keep: the number of checkpoints to leave in the folder, this one included; None keeps all.
-        wait: False copies the state, returns, and writes in a thread. The checkpoint is complete
-            once `wait()` of the returned object returns. The next `save` or `load` waits for it.
-        frozen: False leaves out the model's parameters with `requires_grad=False`, such as the base
-            under adapters. `load` leaves them as they are: get them from where they came from.
-        process_group: the ranks that share the run; all, by default.
-        **values: anything else that belongs to the run: tensors, numbers, strings, lists, dicts,
-            modules, and objects that have `state_dict` and `load_state_dict`.
+        step: the number of steps so far. The checkpoint's name includes it, and `load` returns it.
+        keep: the number of newest checkpoints to keep, including this one. None keeps all.
+        wait: False copies the state, returns, and writes the files in a thread. The checkpoint is
+            complete when `Saving.wait()` returns. The next `save` or `load` waits for the thread.
+        frozen: False omits model parameters with `requires_grad=False`, such as the base model
+            under adapters. `load` leaves these parameters unchanged: load them from their original
+            source.
+        process_group: the ranks that share the run. Default: all ranks.
+        **values: other state of the run: tensors, numbers, strings, lists, dicts, modules, and
+            objects with `state_dict` and `load_state_dict`.
     """
     global _pending
     wait_for_pending()
-    # Before any collective: a mistake on one rank must not leave other ranks waiting.
+    # Checked before any collective: an error on a single rank must not leave other ranks waiting.
     if keep is not None:
         keep = arguments.whole("keep", keep, 1, "None keeps all.")
     if step is not None:
@@ -153,7 +154,7 @@ def save(
         work()
         written.set_result(None)
         return Saving(final, written)
-    # The thread is no daemon: a program that ends finishes its checkpoint first.
+    # Not a daemon thread: Python waits for the checkpoint before it exits.
     writer = futures.ThreadPoolExecutor(1, "manyhands checkpoint")
     _pending = Saving(final, writer.submit(work))
     writer.shutdown(wait=False)
@@ -170,7 +171,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     **values: object,
 ) -> dict[str, Any]:
-    """Continue from a checkpoint, and return the saved values. Call it on every rank.
+    """Continue from a checkpoint and return the saved values. Call it on every rank.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -181,31 +182,33 @@ def load(
     >>> values["epoch"], values["scaler"] is scaler
     (3, True)
 
-    `path` is the folder that `save` was given, which means the newest complete checkpoint in it, or
-    one checkpoint. The number of ranks and the sharding may differ from those of the save: each
-    rank reads what it needs.
+    `path` is the folder passed to `save`, from which the newest complete checkpoint is loaded, or
+    the folder of a single checkpoint. The number of ranks and the sharding may differ from the
+    save: each rank reads the slices that it needs.
 
-    Values come back as they were saved, and the step, if `save` was given one, as `"step"`. An
-    object that has a `load_state_dict` may be given under its name, and is loaded in place;
-    otherwise its state dict comes back. With an optimizer, random generators continue, too; on
-    another number of ranks, rank r continues those of the saved rank r, if there was one. Without
-    an optimizer, for instance to evaluate a model, they are left alone.
+    The result contains the saved values and, if `save` received a step, `"step"`. To load an object
+    in place, pass it under the saved name; it needs a `load_state_dict`. If it is not passed, the
+    result contains its state dict.
 
-    A worker that has joined a crew late has received the model, the outer state and the counters of
-    the run, and the position of its `Cursor`. They are later than any checkpoint, and stay as they
-    are. All else comes from the checkpoint, as on the other workers. If the saved step was the
-    number of steps of the blocks, `"step"` is `optimizer.steps`.
+    With an optimizer, the random generators continue too: rank r restores the generators of the
+    saved rank r, if there was one. Without an optimizer, for example in an evaluation, they do not
+    change.
 
-    If a checkpoint is damaged, incomplete, or of another model or optimizer, or if an object
-    refuses its state, every rank raises a ValueError or FileNotFoundError, and nothing has changed.
+    A worker that joins a running crew receives the model, the outer state, the counters of the run
+    and the position of its `Cursor` from the crew. This state is newer than any checkpoint, and
+    `load` does not replace it. Everything else comes from the checkpoint, as on the other workers.
+    If the saved step equals the step count of the blocks, `"step"` is `optimizer.steps`.
+
+    If a checkpoint is damaged, incomplete or from a different model or optimizer, or if an object
+    refuses its state, every rank raises a ValueError or FileNotFoundError and no state changes.
 
     Args:
-        path: the folder of checkpoints, or one of them.
+        path: the folder of checkpoints, or a single checkpoint.
         model: the model to load into, wrapped or not.
-        optimizer: the optimizer, or a list as it was saved.
+        optimizer: the optimizer, or a list as saved.
         scheduler: the scheduler, or a list.
-        process_group: the ranks that share the run; all, by default.
-        **values: objects to load into, under the names they were saved by.
+        process_group: the ranks that share the run. Default: all ranks.
+        **values: objects to load into, under the saved names.
     """
     wait_for_pending()
     run = RunObjects(model, _as_list(optimizer), _as_list(scheduler), values)
@@ -221,7 +224,7 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 
 
 def _as_list(argument: Item | Sequence[Item] | None) -> list[Item]:
-    """Return an argument that may be one object, several, or None, as a list."""
+    """Return a single object, a sequence of objects or None as a list."""
     if argument is None:
         return []
     if isinstance(argument, list | tuple):

@@ -1,8 +1,7 @@
-"""Keep checkpoints in a bucket: `s3://`, `gs://`, or any other URL that fsspec opens.
+"""Keep checkpoints in a bucket: `s3://`, `gs://`, or any URL that fsspec opens.
 
-A bucket has no folders, renames, links or locks. The commit is one request, which either takes
-effect or does not. Two jobs are noticed when they write the same checkpoint, and each removes only
-the checkpoints that it made.
+A bucket has no folders, renames, links or locks. The commit is a single atomic request. A conflict
+is noticed when two jobs write the same checkpoint, and each job removes only its own checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Bucket(Folder):
                 f'{path} needs fsspec: pip install "manyhands[cloud]", and the package for this '
                 "kind of URL, such as s3fs or gcsfs."
             ) from error
-        # Without a cache: files of other ranks and jobs must be seen.
+        # No cache: files of other ranks and jobs must be visible.
         self._fs, root = url_to_fs(str(path), use_listings_cache=False)
         self._root = root.rstrip("/")
 
@@ -36,7 +35,7 @@ class Bucket(Folder):
         return "/".join([self._root, *filter(None, names)])
 
     def sizes(self, name: str) -> dict[str, int]:
-        # Not `exists` or `isfile`: these return False when the network fails.
+        # Not `exists` or `isfile`, which return False after a network failure.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found = self._fs.ls(self._url(name), detail=True)
             return {each["name"].rstrip("/").rpartition("/")[2]: each["size"] for each in found}
@@ -53,9 +52,7 @@ class Bucket(Folder):
 
     def check_is_folder(self) -> None:
         if not self.names():
-            raise FileNotFoundError(
-                f"there is nothing in {self.path}. Give the path that mh.save was given."
-            )
+            raise FileNotFoundError(f"{self.path} is empty. Pass the path that mh.save received.")
 
     def age(self, name: str) -> float:
         now = time.time()
@@ -72,8 +69,8 @@ class Bucket(Folder):
             yield new
         except BaseException:
             new.discard()
-            with contextlib.suppress(AttributeError):  # memory has files without a buffer
-                new.closed = True  # or the garbage collector would send the incomplete file
+            with contextlib.suppress(AttributeError):  # fsspec's memory files have no buffer
+                new.closed = True  # or garbage collection would upload the incomplete file
             raise
 
     def open(self, name: str, file: str) -> Ranges:  # type: ignore[override]
@@ -92,12 +89,12 @@ class Bucket(Folder):
         try:
             self._fs.pipe_file(self._url(name, COMMIT), commit, mode="create")
         except FileExistsError:
-            self.check_ours(name, token)  # names the other job
+            self.check_ours(name, token)  # raises an error that explains the conflict
             raise
 
 
 class Ranges:
-    """A file in a bucket, of which ranges are read."""
+    """A file in a bucket, read in ranges."""
 
     def __init__(self, fs: Any, url: str) -> None:
         self._fs = fs
@@ -106,7 +103,7 @@ class Ranges:
         self._fetched: dict[int, bytes] = {}  # by the first byte
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Request these ranges together. They replace the ranges of the call before."""
+        """Request these ranges together, and discard the ranges of the previous call."""
         from fsspec.utils import merge_offset_ranges
 
         self._fetched.clear()

@@ -1,36 +1,35 @@
-"""Keep checkpoints in a folder, where no checkpoint is half written and no link is followed.
+"""Keep checkpoints in a folder, with atomic commits and locks.
 
-    000007-step-1200/           the seventh that was saved
-      worker-00000-TOKEN...     a file for each rank; the token is unique to the save
-      index.json                the commit: a folder without it is no checkpoint
-    .lock                       held by the processes that may save here, until they end
+    000007-step-1200/           checkpoint number 7
+      worker-00000-TOKEN...     a file per rank; the token is unique to the save
+      index.json                the commit, without which the folder is no checkpoint
+    .lock                       locked by the processes that may save here
 
-No file is renamed but the commit, which is written under another name first. So a checkpoint
-appears by one rename, and disappears by one removal. What a killed run leaves behind is a folder
-without a commit. A later save removes it if it is of the same job, if the process that began it has
-certainly ended, or if nothing was written to it for `OLD` seconds. A token has the marks of the job
-and of its rank 0, which began the save.
+The commit is written under a temporary name and then renamed; no other file is renamed. So a
+checkpoint appears by a single rename and disappears by a single removal. A killed run leaves a
+folder without a commit. A later save removes such a folder in any of three cases: it belongs to the
+same job, the process that created it has ended, or the last write is older than `OLD` seconds. The
+token contains the marks of the job and of rank 0.
 
-One job at a time may save here: its rank 0 holds a POSIX lock on a byte of `.lock` from its first
-save until it ends. The system releases it with the process, so no lock is ever stale. Workers of a
-crew save in each other's place, and the one that saves may die: so all of them hold the lock of
-their run (MANYHANDS_RUN), a byte that follows from its name, and no other run comes in between. One
-that was stopped finds its parts removed when it wakes. Where there are no such locks, two jobs are
-noticed when they write the same checkpoint, and each prunes only its own. A reader has a lock
-(`flock`) on the commit: what is read is not pruned.
+Only one job at a time may save here. Rank 0 locks a byte of `.lock` (a POSIX lock) from the first
+save until the process ends. The system releases the lock with the process, so locks never become
+stale. In a crew any worker may save, and the saving worker may die. So all workers share the lock
+of their run (MANYHANDS_RUN), at a byte that is derived from the run's name. A worker that was
+suspended may find that its files were removed. If locks are not available, a conflict is noticed
+when two jobs write the same checkpoint, and each job prunes only the checkpoints that it made.
+Readers lock the commit (`flock`), which prevents pruning.
 
-**Which process has certainly ended?** Not every file system shows a lock to other hosts, and a
-process loses a POSIX lock with any descriptor of the file that it closes. So rank 0 has a second
-lock on `.lock`, a `flock`, and only with both is its mark in the file, with the kernel and the
-device that it saw. If a later process has both locks on the same file, and sees the same kernel and
-device, then the earlier one has none any more. It has ended, whether it was in this container or in
-another on this machine. Processes on other hosts are never taken for ended.
+**Which processes have ended?** Some file systems hide locks from other hosts. A process also loses
+a POSIX lock when it closes any descriptor of the file. Rank 0 therefore takes a second lock on
+`.lock`, a `flock`. With both locks it writes its mark, the kernel and the device into the file. If
+a later process takes both locks and finds the same kernel and device, the earlier process has lost
+both, so it has ended, even if it ran in a different container of this machine. Processes on other
+hosts are never assumed to have ended.
 
-A folder may have been downloaded. So a link in it is not followed, neither to a file nor to a
-checkpoint, and nothing that is opened can be a pipe (which would hang) or a device. The path that
-the user gives may be a link.
+A folder may be a download. So links inside are not followed, and only regular files are opened: no
+pipes, which would hang, and no devices. The user's path itself may be a link.
 
-`Folder` is a folder of the file system. `Bucket` (`_cloud.py`) does the same in a bucket.
+`Folder` is in the file system, `Bucket` (`_cloud.py`) in a bucket.
 """
 
 from __future__ import annotations
@@ -59,21 +58,21 @@ try:
 except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
-COMMIT = "index.json"  # the last file that is written: a folder without it is not a checkpoint
+COMMIT = "index.json"
 PATTERN = re.compile(r"(\d{6,})(?:-step-\d+)?")
-OLD = 2 * 3600.0  # seconds after which a checkpoint without a commit is not completed any more
-MADE = 60.0  # seconds after which a new folder has a file in it
+OLD = 2 * 3600.0  # seconds after which an incomplete checkpoint is removed
+MADE = 60.0  # the same for a folder without files
 LOCK = ".lock"
-LOCK_TIMEOUT = 3.0  # seconds to wait for another process that may be about to end
-TEXT = 2000  # characters of the lock's text, so that a later text covers an earlier one
-RUN_VARIABLE = "MANYHANDS_RUN"  # names the run: the workers of a run share the lock
-# Variables that tell a job from others, also when it is started again.
+LOCK_TIMEOUT = 3.0  # seconds to wait for a process that may be about to end
+TEXT = 2000  # characters that the lock's text is padded to
+RUN_VARIABLE = "MANYHANDS_RUN"  # the run's name; all workers of a run share the lock
+# Variables that identify a job across restarts.
 JOB_VARIABLES = (RUN_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
-REMEMBERED = 100  # processes that have ended: the last ones
+REMEMBERED = 100  # marks of ended processes in the lock file
 
 _process = uuid.uuid4().hex
-_pauses = random.Random()  # not the global generator, which belongs to the script
+_pauses = random.Random()  # does not advance the script's generator
 
 
 class UrlPath(PurePosixPath):
@@ -98,12 +97,12 @@ def to_path(path: str | os.PathLike[str]) -> Path:
 
 
 def new_token() -> str:
-    """Return a text that makes the names of a save's files unique."""
+    """Return a unique text for the file names of a save."""
     return f"{job_mark()}-{process_mark()}-{uuid.uuid4().hex[:8]}"
 
 
 def process_mark() -> str:
-    """Return the mark of this process. A fork has another one."""
+    """Return the mark of this process. A forked process has a different mark."""
     return _digest(f"{_process} {os.getpid()}")
 
 
@@ -121,7 +120,7 @@ def _digest(text: str) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return the number of a checkpoint; 0 for a name that no checkpoint has."""
+    """Return the number of a checkpoint, or 0 if the name is not a checkpoint's."""
     found = PATTERN.fullmatch(name)
     if found is None:
         return 0
@@ -129,15 +128,15 @@ def number_of(name: str) -> int:
 
 
 class Folder:
-    """A folder of checkpoints in the file system. A checkpoint is named by its place in it."""
+    """A folder of checkpoints in the file system. Names identify checkpoints."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._locked = False  # whether no other job saves here
+        self._locked = False  # whether this job has the lock
 
     def list_complete(self) -> list[str]:
         """Return the names of complete checkpoints, oldest first."""
-        # By the number at the beginning, not by step: a run may go back to an earlier step.
+        # Sorted by number, not by step: a run may return to an earlier step.
         names = [name for name in self.names() if number_of(name) and self.has_commit(name)]
         return sorted(names, key=lambda name: (number_of(name), name))
 
@@ -149,22 +148,24 @@ class Folder:
         if not found:
             self.check_is_folder()
             raise FileNotFoundError(
-                f"{self.path} has no complete checkpoint. Give the folder that mh.save was given."
+                f"{self.path} has no complete checkpoint. Pass the folder that mh.save received."
             )
         newest = found[-1]
         if self.is_link(newest):
-            raise ValueError(f"the newest checkpoint in {self.path}, {newest}, is a link. Name it.")
+            raise ValueError(
+                f"{newest}, the newest checkpoint in {self.path}, is a link. Pass the path of the "
+                "checkpoint itself."
+            )
         return newest
 
     def begin(self, number: int | None, step: int | None) -> int:
-        """Take the lock. Return the number of the next checkpoint, or the one that is given."""
-        # Remove the unfinished checkpoints of killed runs.
+        """Take the lock. Return the number of the next checkpoint, or the given number."""
         if self.has_commit(""):
             raise ValueError(
-                f"{self.path} is one checkpoint. Give the folder around it: {self.path.parent}."
+                f"{self.path} is a single checkpoint. Pass its parent folder: {self.path.parent}."
             )
         self._locked = self.lock()
-        begun = ""  # by other ranks, perhaps
+        begun = ""  # other ranks may have created it already
         if number is not None:
             begun = self.name_of(number, step)
         last = 0
@@ -176,7 +177,7 @@ class Folder:
         return number or last + 1
 
     def _may_remove(self, name: str) -> bool:
-        """Return whether a folder without a commit is ours, of a process that ended, or old."""
+        """Return whether a folder has no commit and is ours, of an ended process, or old."""
         if self.has_commit(name) or self.is_link(name):
             return False
         if self.age(name) > (OLD if self.sizes(name) else MADE):
@@ -187,10 +188,10 @@ class Folder:
         return any(f"-{job_mark()}-" in file for file in self.sizes(name))
 
     def _has_ended(self, name: str) -> bool:
-        """Return whether the processes that began a checkpoint have certainly ended."""
+        """Return whether the processes that created a checkpoint have ended."""
         if not self._locked:
             return False
-        # The last part but one of a file's name, `new_token`.
+        # The second to last part of a token: see `new_token`.
         makers = {file.rpartition("-")[0].rpartition("-")[2] for file in self.sizes(name)}
         return bool(makers) and makers <= set(_ended.get(self.path.resolve() / LOCK, ()))
 
@@ -201,20 +202,21 @@ class Folder:
         return f"{number:06d}-step-{step}"
 
     def check_ours(self, name: str, token: str) -> None:
-        """Raise if another save has made this checkpoint, or removed our files."""
+        """Raise if another save has written this checkpoint or removed our files."""
         if self.has_commit(name) or not any(f"-{token}." in file for file in self.sizes(name)):
             raise OSError(
-                f"another job or worker saves to {self.path}, too, and has written {name}. Give "
-                "each job a path of its own. This checkpoint is dropped; theirs are complete."
+                f"another job or worker also saves to {self.path}, and has written {name}. Use a "
+                "different path for each job. This checkpoint is discarded; the other job's "
+                "checkpoints are complete."
             )
 
     def prune(self, keep: int | None) -> None:
-        """Remove all but the newest `keep` checkpoints, except those that are being read."""
+        """Remove all but the newest `keep` checkpoints, except checkpoints that are being read."""
         if keep is None:
             return
         found = [name for name in self.list_complete() if self._locked or self._is_ours(name)]
         for old in found[:-keep]:
-            # After an error, also for a link, the checkpoint stays.
+            # After an error, for example because of a link, the checkpoint stays.
             with contextlib.suppress(OSError, ValueError):
                 commit = self.open(old, COMMIT)
                 with contextlib.closing(commit):
@@ -224,22 +226,21 @@ class Folder:
     # -- replaced by `Bucket` ------------------------------------------------
 
     def lock(self, run: str | None = None) -> bool:
-        """Make this run the only one that saves here. Return False if there are no locks.
+        """Lock the folder for this run. Return False if locks are not available.
 
-        `run` is the name of the run, if no variable has it.
+        `run` is the run's name if no variable contains it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         return take_lock(self.path, os.environ.get(RUN_VARIABLE) or run)
 
     def names(self) -> list[str]:
-        """Return the names in the folder."""
         try:
             return os.listdir(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def has_commit(self, name: str) -> bool:
-        # `lexists`: a link in the place of the commit must give its own error, not "no checkpoint".
+        # `lexists`: a link instead of the commit must raise its own error, not "no checkpoint".
         return os.path.lexists(self.path / name / COMMIT)
 
     def is_link(self, name: str) -> bool:
@@ -252,16 +253,16 @@ class Folder:
         return self
 
     def check_is_folder(self) -> None:
-        """Raise an error that says why there is no folder; nothing if there is one."""
+        """Raise an error that explains why the path is not a folder of checkpoints."""
         if not self.path.exists():
             raise FileNotFoundError(
-                f"there is no {self.path}. Give the path that mh.save was given."
+                f"{self.path} does not exist. Pass the path that mh.save received."
             )
         if not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file, and a checkpoint of manyhands is a folder.")
+            raise ValueError(f"{self.path} is a file, but a checkpoint of manyhands is a folder.")
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the bytes of each file of a checkpoint."""
+        """Return the size in bytes of each file of a checkpoint."""
         with contextlib.suppress(OSError), os.scandir(self.path / name) as files:
             return {each.name: each.stat(follow_symlinks=False).st_size for each in files}
         return {}
@@ -273,7 +274,7 @@ class Folder:
 
     @contextlib.contextmanager
     def create(self, name: str, file: str) -> Iterator[NewFile]:
-        """Create a file of a checkpoint. After an error nothing is left of it."""
+        """Create a file of a checkpoint, and remove it after an error."""
         (self.path / name).mkdir(parents=True, exist_ok=True)
         new = NewFile(self.path / name / file)
         try:
@@ -286,24 +287,24 @@ class Folder:
         return OpenFile(self.path / name / file)
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint: first the commit, without which it is none."""
+        """Remove a checkpoint, starting with the commit."""
         path = self.path / name
         (path / COMMIT).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
     def drop(self, name: str, file: str) -> None:
-        """Remove a rank's file of a save that failed, and the folder if it was the last one."""
+        """Remove a rank's file of a failed save. Remove the folder when empty."""
         (self.path / name / file).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             (self.path / name).rmdir()
 
     def publish(self, name: str, token: str, commit: bytes) -> None:
-        """Make the files of a folder a checkpoint."""
+        """Write the commit, which completes a checkpoint."""
         folder = self.path / name
         with self.create(name, f".{COMMIT}-{token}") as file:
             file.write(memoryview(commit))
             file.close()
-            # The files must be on the disk before the commit, in case the machine loses power.
+            # The files must be on disk before the commit, in case of a power failure.
             sync(folder)
             self.check_ours(name, token)
             file.path.rename(folder / COMMIT)
@@ -312,7 +313,7 @@ class Folder:
 
 
 class DryFolder(Folder):
-    """The folder of a dry run: nothing is written to it."""
+    """The folder of a dry run, which writes no files."""
 
     def begin(self, number: int | None, step: int | None) -> int:
         return number or 1
@@ -324,13 +325,13 @@ class DryFolder(Folder):
 
 
 def sync(folder: Path) -> None:
-    """Wait until the folder's entries (the names in it) are on the disk."""
+    """Wait until the names in a folder are on disk."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no fsync of folders here
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no fsync of folders
                 raise
         finally:
             os.close(descriptor)
@@ -338,14 +339,15 @@ def sync(folder: Path) -> None:
 
 # -- the lock of the process that saves ------------------------------------------------------------
 
-# The descriptors of the locks by process and path: a forked child holds none of its parent's.
+# Descriptors of lock files by process and path: a forked child has no locks of the parent.
 _held: dict[tuple[int, Path], int] = {}
-_ended: dict[Path, Sequence[str]] = {}  # by the lock: the marks of processes that have ended
+_ended: dict[Path, Sequence[str]] = {}  # marks of ended processes by lock file
 
 
 def take_lock(folder: Path, run: str | None) -> bool:
-    """Make this run the only one that saves here, until the last of its processes ends."""
-    # Return False if the file system has no locks. Raise RuntimeError if another job has this one.
+    """Lock a folder for this run until all processes of the run have ended."""
+    # Returns False if the file system has no locks. Raises RuntimeError if another job has the
+    # lock.
     if fcntl is None:
         return False
     path = folder.resolve() / LOCK
@@ -362,16 +364,16 @@ def take_lock(folder: Path, run: str | None) -> bool:
                     if holder:
                         name = f"process {holder['pid']} on {holder['host']}"
                     raise RuntimeError(
-                        f"another job saves to {folder}: {name}. Give each job a path of its own, "
-                        "or start this one when the other has ended."
+                        f"another job saves to {folder}: {name}. Use a different path for each "
+                        "job, or start this job after the other job has ended."
                     )
                 time.sleep(_pauses.uniform(0.05, 0.15))
         except OSError:  # the file system has no locks
             os.close(file)
             return False
-        # Stays open: closing any descriptor of the file would release a POSIX lock.
+        # Stays open: closing any descriptor of the file releases a POSIX lock.
         _held[os.getpid(), path] = file
-    _become_holder(file, path, run)  # each time: another process may have ended meanwhile
+    _become_holder(file, path, run)  # every time: other processes may have ended
     return True
 
 
@@ -383,28 +385,28 @@ def _is_file_at(file: int, path: Path) -> bool:
 
 
 def _lock_for(file: int, run: str | None) -> bool:
-    """Lock this run's place in the file; return False if any other place is locked."""
-    # `lockf`, not `flock`: a forked child must not inherit the lock. All processes of a run share
-    # its place. A job without a name has one process that saves, so its place is exclusive.
+    """Lock this run's byte in the file. Return False if any other byte is locked."""
+    # `lockf`, not `flock`: a forked child must not inherit the lock. Processes of a named run share
+    # a byte. An unnamed job has a single saving process, so its lock is exclusive.
     name = run or f"{_process} {socket.gethostname()} {os.getpid()}"
     place = 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     kind = fcntl.LOCK_SH if run else fcntl.LOCK_EX
     try:
         fcntl.lockf(file, kind | fcntl.LOCK_NB, 1, place)
-        for length, start in ((place, 0), (0, place + 1)):  # 0: to the end
+        for length, start in ((place, 0), (0, place + 1)):  # length 0: to the end of the file
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
             fcntl.lockf(file, fcntl.LOCK_UN, length, start)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
-        # Of two runs that look at the same time, each finds the other: both try again later.
+        # If two runs find each other's locks, both release and retry later.
         fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
         return False
     return True
 
 
 def _read_holder(file: int) -> dict[str, Any]:
-    """Return the text that the holder has written to the lock; {} if it is not ours."""
+    """Return the record of the process that last took the lock, or {} if it is not valid."""
     try:
         holder = json.loads(os.pread(file, 2 * TEXT, 0))
     except ValueError:  # not written yet
@@ -415,7 +417,7 @@ def _read_holder(file: int) -> dict[str, Any]:
 
 
 def _become_holder(file: int, path: Path, run: str | None) -> None:
-    """Write this process to the lock, and find the processes that have ended."""
+    """Write this process into the lock file, and note the processes that have ended."""
     before = _read_holder(file)
     seen = _kernel_and_device(file)
     ended: list[str] = []
@@ -431,33 +433,33 @@ def _become_holder(file: int, path: Path, run: str | None) -> None:
         "ended": ended[-REMEMBERED:],
     }
     _ended[path] = ()
-    # The second lock. A child of the holder before may still have it, which a fork inherits. Or
-    # there are none, or it is in the way of the first, as on NFS.
+    # The second lock fails if a forked child of the earlier process still has it, if the file
+    # system has no `flock`, or if it conflicts with the first lock, as on NFS.
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         holder["process"] = process_mark()
         _ended[path] = ended
-    # In one call, and padded: other processes of a crew may write as well.
+    # A single padded write: other processes of a crew may write too.
     os.pwrite(file, f"{json.dumps(holder):<{TEXT}}\n".encode(), 0)
 
 
 def _kernel_and_device(file: int) -> str:
-    """Return which kernel runs here, and where it has a file; "" if that is not known."""
+    """Identify the running kernel, and a file's device; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not on Linux
         return ""
     device = os.fstat(file).st_dev
-    # A disk is one kernel's. A network's file system has the number 0 on all hosts, and copies of a
-    # virtual machine that was running have one boot in common.
+    # A disk belongs to a single kernel. Network file systems have device number 0 on all hosts, and
+    # copies of a running virtual machine share the boot id, so the host name is added.
     host = "" if os.major(device) else socket.gethostname()
     return f"{boot} {device} {host}"
 
 
 # -- open files, and nothing else ------------------------------------------------------------------
 
-# O_NOFOLLOW refuses a link, O_NONBLOCK returns at once from a pipe without another end, and without
-# O_BINARY Windows translates line endings. A flag that the system lacks counts as 0.
+# O_NOFOLLOW rejects links, O_NONBLOCK does not wait for the other end of a pipe, and O_BINARY
+# disables the translation of line endings on Windows. Missing flags count as 0.
 FLAGS = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
 ALWAYS = sum(getattr(os, flag, 0) for flag in FLAGS)
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -465,21 +467,21 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 def open_descriptor(path: Path, flags: int = os.O_RDONLY) -> int:
     """Return a descriptor of a regular file."""
-    # Raise FileNotFoundError if there is no such file, and ValueError if it is something else.
+    # Raises FileNotFoundError for a missing file, and ValueError for anything but a regular file.
     try:
         file = os.open(path, flags | ALWAYS, 0o666)
-        # Ask the descriptor, not the path: the path may mean another file by now.
+        # Check the descriptor: the path may refer to a different file by now.
         if stat.S_ISREG(os.fstat(file).st_mode):
             return file
         os.close(file)
     except OSError:  # a link gives ELOOP, a socket ENXIO, a folder EISDIR
-        # A regular file that cannot be opened has another reason, such as its permissions.
+        # For a regular file the error has a different reason, such as permissions.
         if not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode):
             raise
-    raise ValueError(f"{path} is not a regular file, and links are not followed. Copy the file.")
+    raise ValueError(f"{path} is not a regular file (links are not followed). Copy the file here.")
 
 
-# Unbuffered: tensors are read into, and written from, their own memory in large blocks.
+# Unbuffered: tensors are read and written in large blocks of their own memory.
 
 
 class OpenFile:
@@ -490,25 +492,25 @@ class OpenFile:
         self.size = os.fstat(self._file.fileno()).st_size
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Prepare to read these ranges twice: to compare them, and to use them."""
-        # They are in the system's page cache then.
+        """Prepare to read these ranges twice: for the checksums and for the data."""
+        # The page cache serves the second read.
 
     def read_into(self, start: int, view: memoryview) -> int:
-        """Fill the view with the bytes from `start` on; return the number of bytes."""
+        """Fill the view with bytes from `start` on. Return the number of bytes read."""
         self._file.seek(start)
         done = 0
         while done < len(view) and (count := self._file.readinto(view[done:])):
-            done += count  # it may read less than the view has room for
+            done += count  # a single call may read fewer bytes
         return done
 
     def try_lock(self, *, shared: bool) -> bool:
-        """Lock the file until it is closed. Return False if another lock excludes that."""
+        """Lock the file until it is closed. Return False if another lock prevents this."""
         if fcntl is not None:
-            # `flock`, which belongs to the open file: readers in one process have one each.
+            # `flock` belongs to the open file, so each reader in a process has a separate lock.
             kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
             try:
                 fcntl.flock(self._file, kind | fcntl.LOCK_NB)
-            except OSError as error:  # any other: the file system has no locks
+            except OSError as error:  # other errors: the file system has no locks
                 return error.errno not in (errno.EAGAIN, errno.EACCES)
         return True
 
@@ -517,18 +519,18 @@ class OpenFile:
 
 
 class NewFile:
-    """A new file, which is written from its beginning to its end."""
+    """A new file, written sequentially."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = FileIO(open_descriptor(path, NEW), "w")
 
     def write(self, data: memoryview) -> None:
-        while len(data):  # `write` may accept fewer bytes at a time
+        while len(data):  # a single call may write fewer bytes
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
-        """Return once the file is on the disk."""
+        """Close the file after the data is on disk."""
         os.fsync(self._file.fileno())
         self._file.close()
 

@@ -1,21 +1,21 @@
 """Write the files of a checkpoint.
 
-**A data file** is a safetensors file, which each rank writes block by block: it never has to fit in
+**Data files** are safetensors files. Each rank writes a file block by block, so it need not fit in
 memory.
 
     8 bytes          length of the header
-    header           JSON: each tensor's type, its shape, and where its bytes begin and end
-    the tensors      one after the other, in that order, without gaps
+    header           JSON: type, shape, and first and last byte of each tensor
+    the tensors      in the order of the header, without gaps
 
-The safetensors package writes a file from tensors that are all on the CPU at once, and does not
-wait until the file is on the disk. Its files and ours are otherwise alike. The last tensor of ours,
-`CHECKS`, has a CRC-32 of every 16 KiB of the others. So a reader can verify a part of a tensor
-without reading all of it, and the writer need not go back to the header.
+The safetensors package writes only tensors that are all on the CPU at the same time, and does not
+wait for the disk. Otherwise the files are alike. Our files end with a tensor `CHECKS`, which has a
+CRC-32 for every 16 KiB of the other tensors. So a reader can verify a part of a tensor, and the
+writer does not return to the header.
 
-A tensor in a file is called by the key of the whole tensor and, if it is a slice, by its offsets.
+The name of a tensor in a file is the key of the full tensor, followed by the offsets for a slice.
 
     model/NAME                     a parameter or buffer
-    optimizer.0/ENTRY/NAME         an entry of a parameter's state; json.ENTRY if it is no tensor
+    optimizer.0/ENTRY/NAME         an entry of a parameter's state; json.ENTRY if not a tensor
     optimizer.0/options.1.lr       an option of the second parameter group
     optimizer.0/rule.x.y           the scaling rule's state; likewise `other`
     optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_optimizer.py`
@@ -24,15 +24,15 @@ A tensor in a file is called by the key of the whole tensor and, if it is a slic
     value/NAME/PARAMETER           in a module among the user's values
     rank/...                       of this rank only: random generators, place in blocks
 
-**The commit** is one small file, and makes the others a checkpoint.
+**The commit** is a small file that completes the checkpoint.
 
     {"manyhands checkpoint": 2, "crc32": "....",
      "content": {...}}
 
-It says where each tensor is. A tensor that is cut into equal parts along one dimension, as
-`fully_shard` does, is in a *grid*: one description for all tensors that are cut alike, and the file
-of each piece. So the commit grows with the tensors plus the ranks, and not
-with their product. All other slices are listed one by one.
+It contains the location of each tensor. Tensors that are split evenly along a dimension, as by
+`fully_shard`, are in a *grid*: a common description of all tensors with the same split, and the
+file of each piece. So the size of the commit grows with tensors plus ranks, not with their product.
+Other slices are listed individually.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ from manyhands.checkpoint._tensor_parts import (
 )
 from manyhands.checkpoint._values import Json
 
-BLOCK = 2**24  # bytes that are copied or read at once
-CHECKED = 2**14  # bytes of a tensor that have a checksum in common
-CHECKS = "manyhands.crc32"  # the tensor of checksums in a file
-OWN = "rank/"  # the prefix of tensors of one rank only, which are in no table
+BLOCK = 2**24  # bytes per copy or read
+CHECKED = 2**14  # bytes of a tensor per checksum
+CHECKS = "manyhands.crc32"  # name of the tensor of checksums
+OWN = "rank/"  # prefix of tensors that belong to a single rank and are in no table
 RANDOM = OWN + "random/"
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 VERSION = 2
@@ -77,7 +77,7 @@ HEAD = '{{"manyhands checkpoint": {}, "crc32": "{:08x}",\n"content": '
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor in a file's header."""
+    """A tensor in a file's header."""
 
     name: str
     dtype: torch.dtype
@@ -89,8 +89,8 @@ class TensorEntry:
 
 
 def slice_name(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
-    """Return a slice's name in its file: the tensor's key and, unless it is whole, its offsets."""
-    # An @ in the key is doubled, so that no key can look like a key with offsets.
+    """Return a slice's name in a file: the tensor's key, with offsets for a partial slice."""
+    # An @ in the key is doubled, which distinguishes it from the separator.
     key = key.replace("@", "@@")
     if tuple(sizes) == tuple(shape):
         return key
@@ -104,20 +104,20 @@ def write(
     *,
     checked: bool = True,
 ) -> list[int]:
-    """Write a new file, and return once it is on the disk.
+    """Write a new file. Return when it is on disk.
 
-    `get_tensor` is called for one entry after the other, so that only one is in memory. Return the
+    `get_tensor` is called for each entry in turn, so only a single tensor is in memory. Returns the
     sizes of the file and of its head, and the checksum of the head and of `CHECKS`.
     """
-    if sys.byteorder != "little":  # as the format is, and tensors are written as they are
-        raise RuntimeError("checkpoints are written on little-endian machines only.")
+    if sys.byteorder != "little":  # tensors are written as stored in memory
+        raise RuntimeError("checkpoints can only be written on little-endian machines.")
     header: dict[str, object] = {}
     described = list(entries)
     if checked:
         blocks = sum(-(-entry.nbytes // CHECKED) for entry in entries)
         described.append(TensorEntry(CHECKS, torch.uint8, (4 * blocks,)))
     else:
-        header["__metadata__"] = {"format": "pt"}  # transformers refuses a file without it
+        header["__metadata__"] = {"format": "pt"}  # required by transformers
     end = 0
     for entry in described:
         check_can_hold(entry.name, entry.dtype)
@@ -130,7 +130,7 @@ def write(
         }
         end += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    # The format asks for spaces here: the first tensor then begins at a multiple of 8 bytes.
+    # Padded with spaces as in the format: the first tensor starts at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     sums = Checksums()
@@ -141,7 +141,7 @@ def write(
             if checked:
                 sums.add(view)
             sink.write(view)
-            del view  # before its block: the view does not keep the tensor's memory alive
+            del view  # first: the view does not keep the block's memory alive
         sums.end()
     sink.write(memoryview(sums.found))
     sink.close()
@@ -149,7 +149,7 @@ def write(
 
 
 class Checksums:
-    """The CRC-32 of each `CHECKED` bytes of a tensor, which comes in pieces of any length."""
+    """The CRC-32 of each `CHECKED` bytes of a tensor, which is added in pieces of any length."""
 
     def __init__(self) -> None:
         self.found = bytearray()
@@ -166,7 +166,7 @@ class Checksums:
                 self.end()
 
     def end(self) -> None:
-        """Complete a checksum: the next bytes have another."""
+        """Complete the current checksum."""
         if self._length:
             self.found += self._crc32.to_bytes(4, "little")
             self._crc32 = 0
@@ -174,13 +174,13 @@ class Checksums:
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor's elements in order, contiguous and on the CPU, without a large copy."""
+    """Yield the tensor's elements in order, contiguous on the CPU, without large copies."""
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
     blocks: Sequence[Tensor] = [tensor]
     in_memory = tensor.device.type == "cpu" and tensor.is_contiguous() and is_stored_as_is(tensor)
-    if tensor.dim() > 0 and not in_memory:  # copied some rows at a time, at least one
+    if tensor.dim() > 0 and not in_memory:  # copied by rows
         row_bytes = tensor.nbytes // tensor.shape[0]
         blocks = tensor.split(max(1, BLOCK // row_bytes))
     for block in blocks:
@@ -190,16 +190,16 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
 def is_stored_as_is(tensor: Tensor) -> bool:
     """Return whether the bytes in memory are the tensor's numbers.
 
-    A lazy conjugate or negative view has other numbers than the memory. torch converts them when it
-    reads or writes; code that takes the bytes directly does not.
+    For a lazy conjugate or negative view, memory has different numbers, which torch converts when
+    it reads or writes the tensor.
     """
     return not (tensor.is_conj() or tensor.is_neg())
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor. Keep the tensor alive while you use them."""
+    """Return the bytes of a contiguous CPU tensor, which must outlive the result."""
     assert tensor.is_contiguous() and is_stored_as_is(tensor)
-    # Through ctypes, not numpy: `import manyhands` needs only torch, and numpy has no bfloat16.
+    # With ctypes: numpy is not a dependency, and has no bfloat16.
     memory = ctypes.c_ubyte * tensor.nbytes
     return memoryview(memory.from_address(tensor.data_ptr())).cast("B")
 
@@ -211,48 +211,48 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class ModelMeta(TypedDict):
-    """A model in the commit. Its tensors are stored under their names."""
+    """A model in the commit. The tensors are stored under their names."""
 
     params: list[str]
     buffers: list[str]
-    aliases: dict[str, str]  # another name of a tied tensor -> the name it is stored under
+    aliases: dict[str, str]  # alias of a tied tensor -> stored name
     extras: dict[str, Json]  # the results of `get_extra_state`, as JSON
-    config: str  # the text of the model's config.json; "" if it has none
-    left_out: dict[str, list[int]]  # by `save(frozen=False)`: parameters, and their shapes
+    config: str  # text of the model's config.json, or ""
+    left_out: dict[str, list[int]]  # parameters omitted by `save(frozen=False)`, with shapes
 
 
-# In the functional form, because `class` cannot be a field's name in a class statement.
+# In functional form, because `class` is a keyword.
 StateMeta = TypedDict("StateMeta", {"class": str, "state": Json})  # a scheduler, or a scaling rule
 
 
 class GroupMeta(TypedDict):
-    """A group of an optimizer's parameters."""
+    """A parameter group."""
 
     names: list[str]
     options: Json
 
 
 class ReplicaMeta(TypedDict):
-    """The part of an optimizer that each replica has for itself."""
+    """The part of an optimizer that differs between replicas."""
 
     groups: list[GroupMeta]
-    other: Json  # all other entries of the optimizer's state dict
-    rule: StateMeta | None  # a scaling rule around the optimizer: averages, progress, scale
+    other: Json  # other entries of the optimizer's state dict
+    rule: StateMeta | None  # averages, progress and scale of a scaling rule
 
 
-# The class that the user asked for, whether the optimizer is sharded or not.
+# The user's optimizer class, regardless of sharding.
 _ClassMeta = TypedDict("_ClassMeta", {"class": str})
 
 
 class OptimizerMeta(ReplicaMeta, _ClassMeta):
-    """An optimizer in the commit, with the first replica's part."""
+    """An optimizer in the commit, including the first replica's part."""
 
-    blocks: Json  # blocks around the optimizer: the counters that all replicas share
-    replicas: int  # without blocks there is one
+    blocks: Json  # counters of blocks, which all replicas share
+    replicas: int  # 1 without blocks
 
 
 class Versions(TypedDict):
-    """The versions that have written a checkpoint."""
+    """The versions of the libraries that wrote a checkpoint."""
 
     manyhands: str
     torch: str
@@ -260,13 +260,13 @@ class Versions(TypedDict):
 
 @dataclass(frozen=True)
 class Commit:
-    """Everything in a checkpoint except the elements of tensors."""
+    """The content of a checkpoint, except for the elements of tensors."""
 
     step: int | None
-    token: str  # unique to the save: it is in the names of the files
+    token: str  # unique to the save, and part of the file names
     versions: Versions
     time: float
-    files: list[list[int]]  # for each rank: bytes of the file, of its head, and the CRC-32
+    files: list[list[int]]  # for each rank: bytes of the file, bytes of its head, CRC-32
     table: Table
     model: ModelMeta | None
     optimizers: list[OptimizerMeta]
@@ -282,8 +282,8 @@ class Commit:
         return sum(nbytes for nbytes, _, _ in self.files)
 
     def to_text(self) -> str:
-        """Return the text of the commit, with its checksum."""
-        # NaN is not JSON; `_values.py` has turned such numbers into text.
+        """Return the text of the commit, with a checksum."""
+        # JSON has no NaN; `_values.py` encodes NaN as text.
         text = json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
         return HEAD.format(VERSION, zlib.crc32(text.encode())) + text + "}\n"
 
@@ -297,28 +297,28 @@ def file_name(rank: int, token: str) -> str:
 
 @dataclass
 class Contents:
-    """The tensors of this rank: slices by key, and tensors for no other rank by name."""
+    """The tensors of this rank: slices by key, and tensors of this rank only by name."""
 
     savers: Savers = ALONE
     tensors: dict[str, TensorParts] = field(default_factory=dict)
     own: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, key: str, parts: TensorParts) -> None:
-        """Add a tensor. Raise ValueError if there is one with that key."""
+        """Add a tensor. Raise ValueError if the key is in use."""
         if key in self.tensors:
             raise ValueError(
-                f"two tensors of this checkpoint would be called {key!r}. Rename one of them."
+                f"two tensors of this checkpoint have the same key {key!r}. Rename one of them."
             )
-        check_can_hold(key, parts.dtype)  # now, rather than when the file is half written
+        check_can_hold(key, parts.dtype)  # now, not when the file is half written
         self.tensors[key] = parts
 
     def put(self, key: str, tensor: Tensor) -> str:
-        """Add a tensor of this rank."""
+        """Add a tensor of this rank. Return the key."""
         self.add(key, to_parts(tensor))
         return key
 
     def put_of_first(self, key: str, tensor: Tensor) -> str:
-        """Add a tensor of rank 0; of a DTensor every rank has a shard."""
+        """Add a tensor from rank 0, or a DTensor, of which every rank has a shard."""
         if is_dtensor(tensor):
             self.add(key, to_parts(tensor, self.savers))
         elif self.savers.rank == 0:
@@ -326,7 +326,7 @@ class Contents:
         return key
 
     def alike(self) -> dict[str, str]:
-        """Return a checksum of the tensors that every rank has, by part of the run."""
+        """Return a checksum of the tensors that every rank has, for each part of the run."""
         parts: dict[str, int] = {}
         for key, tensor in self.tensors.items():
             if tensor.holders.kind == "all":

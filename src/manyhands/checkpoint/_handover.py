@@ -1,14 +1,14 @@
-"""Hand a saved state to code that may refuse the state, so that a refusal changes nothing.
+"""Pass saved states to code that may refuse a state, so that a refusal changes nothing.
 
-A `load_state_dict` of a scaler, a scheduler or a user's object, and a module's `set_extra_state`,
-may refuse a state, and only a call shows it. So these are called first, while the model and the
-optimizer are unchanged (`ForeignStates`). If a later step fails on any rank, each object gets the
-earlier state back.
+The `load_state_dict` of a scaler, a scheduler or a user's object, and a module's `set_extra_state`,
+may refuse a state, and only the call shows it. So these are called first, while the model and the
+optimizer are unchanged (`ForeignStates`). If a later step fails on any rank, each object is
+restored.
 
-An optimizer gets its state last, when its tensors and the model are filled. By then torch's
-optimizers must not fail, so `check_continues` tries the state before, on a copy of the optimizer
-that has a few elements. For other optimizers than torch's, everything that is about to be filled is
-copied first (`take_snapshot`).
+An optimizer receives its state last, after its tensors and the model are filled. At that point
+torch's optimizers must not fail. `check_continues` therefore tries the state earlier, on a copy of
+the optimizer with a few elements. For other optimizers, all memory that will be filled is copied
+first (`take_snapshot`).
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from manyhands._optimizers.state_parts import OptimizerStatePart, options_of, pl
 from manyhands._tensors.trees import tensors_in
 from manyhands.checkpoint._tensor_parts import TensorParts
 
-#: Options of the implementation of a step, which do not change the result. They keep the value that
-#: the optimizer was made with: a run saved on a GPU may continue on a CPU, without fused kernels.
+#: Options of the implementation of a step, which do not affect the result. They are not loaded: a
+#: run saved on a GPU may continue on a CPU without fused kernels.
 KEPT_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
-TORCHS = "torch.optim."  # where the code of torch's optimizers is
+TORCHS = "torch.optim."  # module prefix of torch's optimizers
 OURS = (TORCHS, "manyhands.")
 Sketch: TypeAlias = dict[str, tuple[list[int], torch.dtype]]
 
 
 @contextmanager
 def explain_refusal(name: str) -> Iterator[None]:
-    """Turn errors of foreign code into a ValueError that names the owner of the state."""
+    """Convert errors of foreign code to a ValueError that names the owner of the state."""
     try:
         yield
     except (OSError, ValueError, MemoryError, torch.OutOfMemoryError):
-        raise  # a ValueError names the owner, and the other errors are not about the state
+        raise  # ValueErrors are clear, and other errors are not about the state
     except Exception as error:
         raise ValueError(
             f"{name} has refused its state: {type(error).__name__}: {error}"
@@ -56,7 +56,7 @@ def explain_refusal(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ForeignState:
-    """A state that foreign code loads: how to read the present state, how to set the new one."""
+    """A state that foreign code loads: how to read the present state and set the new state."""
 
     name: str
     get: Callable[[], object]
@@ -65,25 +65,25 @@ class ForeignState:
 
 
 class ForeignStates:
-    """States to be loaded by foreign code, in order."""
+    """States that foreign code loads, in order."""
 
     def __init__(self) -> None:
         self.states: list[ForeignState] = []
         self._before: list[tuple[ForeignState, object]] = []
 
     def apply(self) -> None:
-        """Load all states into their objects, and remember the present ones."""
+        """Load all states into their objects, and store the earlier states."""
         for each in self.states:
             before = each.get()
-            # deepcopy refuses tensors with a history.
+            # deepcopy rejects tensors with an autograd history.
             tensors = {id(tensor): tensor.detach().clone() for tensor in tensors_in(before)}
-            # Noted before it is set: code that raises may have changed something by then.
+            # Stored before the call: code that raises may have changed the object.
             self._before.append((each, copy.deepcopy(before, tensors)))
             with explain_refusal(each.name):
                 each.set(each.state)
 
     def undo(self) -> None:
-        """Set the earlier states, last first. Raise RuntimeError if an object refuses that."""
+        """Restore the earlier states in reverse. Raise RuntimeError if an object refuses."""
         failed = []
         while self._before:
             each, before = self._before.pop()
@@ -92,9 +92,7 @@ class ForeignStates:
             except Exception as error:
                 failed.append(f"{each.name} ({type(error).__name__}: {error})")
         if failed:
-            raise RuntimeError(
-                f"the load failed, and {', '.join(failed)} did not take its earlier state back."
-            )
+            raise RuntimeError(f"the load failed, and {', '.join(failed)} could not be restored.")
 
 
 # -- torch's optimizers ----------------------------------------------------------------------------
@@ -105,9 +103,10 @@ def check_continues(
     options: Sequence[Mapping[str, object]],
     entries: Sequence[tuple[str, OptimizerStatePart, Mapping[str, object]]],
 ) -> bool:
-    """Raise ValueError if torch's optimizer could not go on from a state. Return False if unknown.
+    """Raise ValueError if torch's optimizer cannot step from a state. Return False if unknown.
 
-    `options` are those of each group, `entries` are names of parameters, places and states.
+    `options` are the options of each group. `entries` are names of parameters, positions and
+    states.
     """
     plain: Optimizer | None = plain_optimizer(optimizer)
     if plain is None:  # this rank has no parameters
@@ -122,7 +121,7 @@ def check_continues(
     for name, part, state in entries:
         number = group_of[part.index]
         sketch = _sketch(part.like, state)
-        # Parameters that differ in nothing else are tried once.
+        # Equal parameters are tried once.
         signature = (number, repr({**state, **sketch}))
         if signature in tried:
             continue
@@ -135,17 +134,17 @@ def check_continues(
             try:
                 _try_step(owner, _sketch(part.like, part.entries), part.entries, here)
             except Exception:
-                return False  # it needs a closure, or sparse gradients
+                return False  # it needs a closure or sparse gradients
             raise ValueError(
-                f"{type(owner).__name__} cannot go on from the state of {name!r}: {error!r:.200}"
+                f"{type(owner).__name__} cannot continue from the state of {name!r}: {error!r:.200}"
             ) from error
     return True
 
 
 def _sketch(like: Tensor, state: Mapping[str, object]) -> Sketch:
-    """Return the shape and type of each tensor, by entry; "" is the parameter.
+    """Return the shape and type of each tensor by entry; "" is the parameter.
 
-    Sizes are replaced by small ones, so that equal sizes stay equal, and different ones different.
+    Sizes are replaced by small sizes that preserve equality.
     """
     tensors = {"": like}
     for name, value in state.items():
@@ -164,7 +163,7 @@ def _sketch(like: Tensor, state: Mapping[str, object]) -> Sketch:
 def _try_step(
     optimizer: Optimizer, sketch: Sketch, state: Mapping[str, object], options: Mapping[str, object]
 ) -> None:
-    """Load a state into a copy of an optimizer with one parameter of a few elements, and step."""
+    """Load a state into a copy of an optimizer with a single small parameter, and step."""
     entries = dict(state)
     for name, (shape, dtype) in sketch.items():
         entries[name] = torch.zeros(shape, dtype=dtype, device="cpu")
@@ -173,10 +172,10 @@ def _try_step(
     kind = type(optimizer)
     trial: Any = object.__new__(kind)
     for name, value in vars(optimizer).items():
-        if not hasattr(kind, name):  # not a method that was replaced on the optimizer itself
+        if not hasattr(kind, name):  # skip methods that were replaced on the instance
             setattr(trial, name, value)
     group = dict(options)
-    for name in KEPT_OPTIONS:  # computed in the plainest way
+    for name in KEPT_OPTIONS:  # use the simplest implementation
         if name in group:
             group[name] = False
     trial.param_groups = [{**group, "params": [param]}]
@@ -184,12 +183,12 @@ def _try_step(
     trial.load_state_dict({"state": {0: entries}, "param_groups": [{**group, "params": [0]}]})
     restore_types(trial.state[param], entries)
     if _module_of(kind.step).startswith(TORCHS):
-        # Without the hooks, which are the user's.
+        # Without the user's hooks.
         inspect.unwrap(kind.step)(trial)
 
 
 def restore_types(held: dict[str, object], entries: Mapping[str, object]) -> None:
-    """Give entries their saved type back: torch's loading converts them to the parameter's type."""
+    """Restore the type of entries, which torch's loading converts to the parameter's type."""
     for name, value in entries.items():
         now = held.get(name)
         if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
@@ -200,8 +199,8 @@ def restore_types(held: dict[str, object], entries: Mapping[str, object]) -> Non
 
 
 def has_foreign_loading(optimizer: Optimizer) -> bool:
-    """Return whether loading the state runs code that is neither torch's nor ours."""
-    for each in _that_load(optimizer):
+    """Return whether loading the state runs user code."""
+    for each in _loading_optimizers(optimizer):
         if each._optimizer_load_state_dict_pre_hooks or each._optimizer_load_state_dict_post_hooks:
             return True
         for method in (each.load_state_dict, each.__setstate__):
@@ -214,8 +213,8 @@ def _module_of(method: object) -> str:
     return getattr(method, "__module__", None) or ""
 
 
-def _that_load(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that load a state: a sharded one, the one in it, or each of several."""
+def _loading_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that load a state, including an optimizer inside a sharded one."""
     plain = plain_optimizer(optimizer)
     return optimizers_in(optimizer) if plain is optimizer else [optimizer, plain]
 
@@ -223,13 +222,13 @@ def _that_load(optimizer: Optimizer) -> list[Optimizer]:
 def take_snapshot(
     optimizers: Iterable[Optimizer], targets: Iterable[TensorParts]
 ) -> Callable[[], None]:
-    """Copy optimizers, and the tensors that are about to be filled. Return how to restore them."""
+    """Copy optimizers and all tensors to be filled. Return a function that restores both."""
     tensors = []
     for target in targets:
         tensors += [(tensor, tensor.clone()) for _, tensor in target.slices]
     dicts: list[dict[Any, Any]] = []
     for optimizer in optimizers:
-        for each in _that_load(optimizer):
+        for each in _loading_optimizers(optimizer):
             dicts += [vars(each), each.state, *each.param_groups]
             for entries in each.state.values():
                 if isinstance(entries, dict):
@@ -243,7 +242,7 @@ def take_snapshot(
     def restore() -> None:
         for tensor, before in tensors:
             tensor.copy_(before)
-        # The same dicts are refilled: schedulers and wrappers hold references to them.
+        # The dicts are refilled, not replaced: schedulers and wrappers reference them.
         for held, entries in copies:
             held.clear()
             held.update(entries)

@@ -1,8 +1,8 @@
-"""Read JSON from a file whose length may be forged.
+"""Read JSON from a file that may have a forged length.
 
-A sparse file claims any number of bytes, of which the disk has a few. The others read as zeros, and
-no JSON text has a zero byte. So text is read in blocks, each as long as all before it, and no
-further than to the first zero. The memory for it is bounded by what is really there.
+A sparse file can claim any length, and unallocated bytes read as zeros. JSON text contains no zero
+bytes. So text is read in blocks of doubling length up to the first zero, and memory is bounded by
+the real data.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ FIRST = 2**20  # bytes of the first block
 
 
 def read_text(source: OpenFile, start: int, length: int) -> bytes:
-    """Return `length` bytes of text; ValueError if they are not there, or are no text."""
+    """Return `length` bytes of text. Raise ValueError if the bytes are missing or not text."""
     text = bytearray()
     while len(text) < length:
         block = bytearray(min(max(FIRST, len(text)), length - len(text)))
         if source.read_into(start + len(text), memoryview(block)) < len(block):
             raise ValueError("it ends too early")
         if b"\0" in block:
-            raise ValueError(f"byte {start + len(text) + block.index(0):,} is no text")
+            raise ValueError(f"byte {start + len(text) + block.index(0):,} is not text")
         text += block
     return bytes(text)
 
 
 def parse_json(text: bytes | memoryview) -> Any:
-    """Return the value of a JSON text, or raise ValueError."""
+    """Return the value of a JSON text. Raise ValueError if it is not valid."""
     try:
         return json.loads(str(text, "utf-8"))
     except RecursionError as error:

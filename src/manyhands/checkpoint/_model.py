@@ -1,7 +1,6 @@
-"""Save a model's tensors under the plain names, and load them under any wrapper.
+"""Save and load a model's tensors under the names of the plain model.
 
-The tensors have the names of the plain model, without those that wrappers put in between
-(`_optimizers/modules.py`). So a checkpoint fits the model under any other wrapper.
+The names omit wrappers (`_optimizers/modules.py`), so a checkpoint loads under any wrapper.
 """
 
 from __future__ import annotations
@@ -27,26 +26,27 @@ from manyhands.checkpoint._values import decode, encode
 
 @dataclass
 class ModelNames:
-    """A model's tensors by plain name, each tensor once, and the modules that have extra state."""
+    """The tensors of a model by plain name, without duplicates, and modules with extra state."""
 
     params: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)  # other name of a tied tensor -> its name
+    aliases: dict[str, str] = field(default_factory=dict)  # alias of a tied tensor -> name
     extras: dict[str, nn.Module] = field(default_factory=dict)
-    by_id: dict[int, str] = field(default_factory=dict)  # id of a tensor -> its name
-    left_out: dict[str, list[int]] = field(default_factory=dict)  # shapes of frozen parameters
-    config: str = ""  # the model's own description of itself, as a JSON file for transformers
+    by_id: dict[int, str] = field(default_factory=dict)  # id of a tensor -> name
+    # Shapes of omitted frozen parameters.
+    left_out: dict[str, list[int]] = field(default_factory=dict)
+    config: str = ""  # the text of transformers' config.json, or ""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         return {**self.params, **self.buffers}
 
     def all_of(self, name: str) -> list[str]:
-        """Return a tensor's name and, if it is tied, its other names."""
+        """Return a tensor's name, followed by the aliases of a tied tensor."""
         return [name, *(other for other, first in self.aliases.items() if first == name)]
 
     def leave_out_frozen(self) -> None:
-        """Leave the parameters out that are not trained."""
+        """Omit frozen parameters."""
         for name, param in list(self.params.items()):
             if not param.requires_grad:
                 for each in self.all_of(name):
@@ -56,27 +56,27 @@ class ModelNames:
 
 
 def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
-    """Return the names in a model, after bringing its parameters into their state between steps."""
-    # `on_meta`: tensors may be without memory.
+    """Return the names in a model. Reshards gathered parameters."""
+    # `on_meta` allows tensors without memory.
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}. "
-            'Put several into one: nn.ModuleDict({"generator": g, "critic": c}).'
+            'Combine several models: nn.ModuleDict({"generator": g, "critic": c}).'
         )
-    # From sys.modules: only a program that uses `fully_shard` has imported it.
+    # Not imported: programs without `fully_shard` do not need it.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for each in model.modules():
         if isinstance(each, ModuleWrapper):
             each.check_can_save(model)
         if fsdp is not None and isinstance(each, fsdp.FullyShardedDataParallel):
             raise TypeError(
-                "torch's FullyShardedDataParallel shows only this rank's shard of the model, "
-                "without its place. Use mh.FSDP or torch's fully_shard."
+                "torch's FullyShardedDataParallel does not expose the position of this rank's "
+                "shard. Use mh.FSDP or torch's fully_shard."
             )
         if fsdp is not None and isinstance(each, fsdp.FSDPModule):
-            each.reshard()  # after a forward, parameters are still gathered
+            each.reshard()  # after a forward pass, parameters are still gathered
     names = ModelNames(config=describe_config(model))
-    # Not `named_parameters`, which leaves out the second name of a tied tensor.
+    # Not `named_parameters`, which omits the second name of a tied tensor.
     for prefix, module in plain_modules(model):
         buffers = dict(module._buffers)
         for name in module._non_persistent_buffers_set:
@@ -90,27 +90,27 @@ def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
                     target[first] = tensor
                 else:
                     names.aliases[prefix + name] = first
-        # torch's default `get_extra_state` raises; a class that overrides it has extra state.
+        # Only classes that override `get_extra_state` have extra state; torch's default raises.
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             names.extras[prefix + "_extra_state"] = module
     empty = [name for name, tensor in names.tensors.items() if tensor.is_meta]
     if empty and not on_meta:
         raise ValueError(
-            f"{list_names(empty)} of the model: on the meta device, without memory. Call "
+            f"{list_names(empty)} of the model have no memory (meta device). Call "
             'model.to_empty(device="cpu") first.'
         )
     return names
 
 
 def describe_config(model: nn.Module) -> str:
-    """Return the text of transformers' `config.json` for a model; "" if it has no config."""
-    # The last without a prefix is inside of all wrappers.
+    """Return the text of transformers' `config.json` for a model, or ""."""
+    # The last module with an empty prefix is inside all wrappers.
     plain = [module for prefix, module in plain_modules(model) if not prefix][-1]
     to_text = getattr(getattr(plain, "config", None), "to_json_string", None)
     if to_text is None:
         return ""
     config = json.loads(to_text())
-    # Not the class that `fully_shard` has made of it, FSDPModel.
+    # Skips the FSDP class that `fully_shard` creates.
     kind = next(c.__name__ for c in type(plain).__mro__ if not c.__name__.startswith("FSDP"))
     types = (param.dtype for param in model.parameters() if param.is_floating_point())
     dtype = str(next(types, torch.get_default_dtype())).removeprefix("torch.")
@@ -119,7 +119,7 @@ def describe_config(model: nn.Module) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return the first names, quoted, and the number of further names."""
+    """Return the first names in quotes, followed by the number of further names."""
     text = ", ".join(map(repr, names[:8]))
     if len(names) > 8:
         text += f" and {len(names) - 8} more"
@@ -130,16 +130,16 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMeta:
-    """Add this rank's tensors to the contents; return the model's description as JSON."""
-    # Every rank has the parameters, and writes a share of them. Buffers are taken from rank 0, as
-    # under DistributedDataParallel.
+    """Add this rank's tensors to the contents. Return the model's description as JSON."""
+    # Every rank writes a share of the parameters. Buffers are saved from rank 0, as in
+    # DistributedDataParallel.
     for name, tensor in names.params.items():
         contents.add(f"{prefix}/{name}", to_parts(tensor, contents.savers))
     for name, tensor in names.buffers.items():
         contents.put_of_first(f"{prefix}/{name}", tensor)
     extras = {}
     for name, module in names.extras.items():
-        # On every rank, even if only rank 0's is saved: a module may use collectives there.
+        # Called on every rank, because the module may use collectives.
         state = module.get_extra_state()
         extras[name] = encode(state, f"{prefix}/{name}", contents.put_of_first)
     return {
@@ -155,23 +155,24 @@ def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMe
 def match_model(
     names: ModelNames, meta: ModelMeta, prefix: str, reader: Reader, what: str = "model"
 ) -> tuple[dict[str, TensorParts], list[ForeignState]]:
-    """Check that a saved model fits. Return the memory to fill, by key, and the extra states."""
+    """Check that a saved model fits. Return the memory to fill by key, with extra states."""
     targets: dict[str, TensorParts] = {}
     saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
-    left_out = meta["left_out"]  # by `save(frozen=False)`: they stay as they are
+    left_out = meta["left_out"]  # omitted by `save(frozen=False)`: not loaded
     missing = []
     wrong = []
-    received = received_tensors()  # from a crew: later than any checkpoint
+    received = received_tensors()  # from a crew: newer than any checkpoint
     for name, tensor in names.tensors.items():
         shape = tuple(tensor.shape)
-        # Any of a tied tensor's names will do: another class may register them in other order.
+        # For a tied tensor any name may be the saved one: classes may register names in a different
+        # order.
         known = [other for other in names.all_of(name) if other in saved]
         if not known:
             before = left_out.get(name)
             if before is None:
                 missing.append(name)
             elif tuple(before) != shape:
-                wrong.append(f"{name!r} was {tuple(before)} at the save, and is {shape} here")
+                wrong.append(f"{name!r} is {tuple(before)} in the checkpoint and {shape} here")
             continue
         key = f"{prefix}/{saved[known[0]]}"
         stored = reader.tensors[key]
@@ -180,12 +181,12 @@ def match_model(
         elif not can_convert(stored.torch_dtype, tensor.dtype):
             wrong.append(f"{name!r} is {stored.dtype} in the checkpoint and {tensor.dtype} here")
         elif id(tensor) not in received:
-            # Several may have been tied in the checkpoint, and not be here.
+            # Tensors may be tied in the checkpoint but separate here.
             targets[key] = to_parts(tensor).merge(targets.get(key))
     unexpected = {*saved, *left_out} - {*names.tensors, *names.aliases}
     missing += names.extras.keys() - meta["extras"].keys()
     unexpected |= meta["extras"].keys() - names.extras.keys()
-    # All problems in one message: they often have one cause.
+    # A single message with all problems, which often have a common cause.
     problems = wrong[:8]
     if unexpected:
         problems.insert(0, f"only the checkpoint has {list_names(sorted(unexpected))}")
@@ -193,8 +194,8 @@ def match_model(
         problems.insert(0, f"only the {what} here has {list_names(sorted(missing))}")
     if problems:
         raise ValueError(
-            f"the checkpoint's {what} is a different one: {'; '.join(problems)}. Build the model "
-            "that was saved."
+            f"the checkpoint has a different {what}: {'; '.join(problems)}. Build the model that "
+            "was saved."
         )
     states = []
     for name, module in names.extras.items():
@@ -204,5 +205,5 @@ def match_model(
 
 
 def can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
-    """Return whether numbers of one type may be loaded as the other."""
+    """Return whether tensors of the saved type may be loaded as the type here."""
     return saved == here or (saved.is_floating_point and here.is_floating_point)

@@ -1,14 +1,15 @@
-"""Save an optimizer's state under the names of the parameters, and load it under any sharding.
+"""Save an optimizer's state by parameter name, and load it under any sharding.
 
-The commit describes an optimizer as `_format.OptimizerMeta` says, without its state: which entries
-a parameter has, the names of the stored tensors say. An entry of the parameter's shape may lie in
-slices on several ranks. Any other entry is whole on each rank that has it, and the rank that has
-the parameter's first element writes it. What is no tensor is stored as JSON, in a tensor of bytes.
+`_format.OptimizerMeta` describes an optimizer in the commit, without the state. The names of stored
+tensors show the entries of each parameter. An entry of the parameter's shape may be split into
+slices on several ranks. Other entries are complete on each rank that has them, and the rank with
+the parameter's first element writes the entry. Entries other than tensors are stored as JSON in a
+tensor of bytes.
 
-**Replicas.** Under data parallelism all ranks have one optimizer state, whole or in shards: they
-are one replica. In blocks each replica (a rank, or the ranks of a machine) steps with its own
-optimizer state and scaling rule, so a checkpoint stores one for each. If N replicas were saved,
-replica r of a later run continues from the saved replica r modulo N.
+**Replicas.** Under data parallelism all ranks form a single replica: they share an optimizer state,
+complete or sharded. In blocks each replica (a rank, or the ranks of a machine) has a separate
+optimizer state and scaling rule, and a checkpoint stores one per replica. If N replicas were saved,
+replica r of a later run loads the saved replica r modulo N.
 """
 
 from __future__ import annotations
@@ -80,31 +81,31 @@ from manyhands.checkpoint._values import (
     unescape,
 )
 
-RESIDUAL = "residual"  # the entry of blocks that differs between replicas
+RESIDUAL = "residual"  # the only entry of blocks that differs between replicas
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The replica that this rank belongs to, among the ranks that save or load together."""
+    """The replica of this rank among the ranks that save or load together."""
 
     number: int = 0
     count: int = 1
-    leads: bool = True  # whether this rank describes the state that the replica has in common
+    leads: bool = True  # whether this rank describes the replica's common state
     layout: tuple[object, ...] = ()  # of this rank's outer state
 
     @classmethod
     def of(cls, optimizer: Optimizer, savers: Savers) -> Replica:
-        """Find the replica of this rank, and the number of replicas."""
+        """Find this rank's replica and the number of replicas."""
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Give "
-                "other objects a name of yours: mh.save(path, scaler=scaler)."
+                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Pass "
+                "other objects under a different name: mh.save(path, scaler=scaler)."
             )
         blocks = OptimizerLayers.of(optimizer).blocks
         if blocks is None:
             return cls(leads=savers.rank == 0)
         own = savers.ranks[savers.rank]
-        # The ranks with this one's place in their replicas, one for each replica.
+        # One rank per replica: the ranks at this rank's place in their replicas.
         peers = [own]
         if savers.size > 1:
             averaging = set(blocks.peers)
@@ -113,10 +114,10 @@ class Replica:
         return cls(peers.index(own), len(peers), savers.ranks[0] in peers, layout)
 
     def key_prefix(self, key: str) -> str:
-        """Return the prefix of tensors that differ between replicas.
+        """Return the key prefix of tensors that differ between replicas.
 
-        The first replica has the prefix of a run without blocks, so that such a run can load them,
-        and the other way round.
+        The first replica uses the prefix of a run without blocks, so that checkpoints can be loaded
+        with and without blocks.
         """
         return key if self.number == 0 else f"{key}/replica.{self.number}"
 
@@ -127,14 +128,14 @@ def to_bytes(value: object) -> Tensor:
 
 
 def from_bytes(tensor: Tensor) -> Any:
-    """Return the JSON that `to_bytes` was given; ValueError if it cannot have been."""
+    """Return the JSON in a tensor of bytes. Raise ValueError if it is not valid."""
     return parse_json(memory_of(tensor))
 
 
 def saved_state(
     tensors: Iterable[str], prefix: str, groups: Sequence[GroupMeta], get: GetTensor
 ) -> dict[str, dict[str, Json]]:
-    """Return the saved entries of each parameter's state, as JSON."""
+    """Return the saved entries of each parameter's state as JSON."""
     state: dict[str, dict[str, Json]] = {}
     for group in groups:
         state |= {name: {} for name in group["names"]}
@@ -144,7 +145,7 @@ def saved_state(
             continue
         if entry.startswith("json."):
             state[name][unescape(entry.removeprefix("json."))] = from_bytes(get(key))
-        elif "." not in entry:  # which an entry's name has not: `escape`
+        elif "." not in entry:  # names of entries have no dots: `escape`
             state[name][unescape(entry)] = {"$": "tensor", "key": key}
     return state
 
@@ -155,31 +156,31 @@ def saved_options(groups: Sequence[GroupMeta], get: GetTensor) -> list[dict[str,
 
 
 def saved_rule(meta: StateMeta, get: GetTensor) -> dict[str, Any]:
-    """Return a scaling rule's state, with its gradients by name."""
+    """Return a scaling rule's state, with gradients by name."""
     state = decode_dict("state of a rule", meta["state"], get)
     if not isinstance(state.get("previous"), dict):
-        raise ValueError("the saved state of a rule has no gradients by name.")
+        raise ValueError("the saved state of a rule must have gradients by name.")
     return state
 
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """The part of a checkpoint that an optimizer continues from."""
+    """The part of a checkpoint that an optimizer loads."""
 
     optimizer: Optimizer
     replica: Replica  # of this rank
-    number: int  # of the saved optimizer
-    part: int | None = None  # position in the saved list, if that is a list
-    to_begin: BlocksParts | None = None  # blocks around a list that was saved without them
+    number: int  # number of the saved optimizer
+    part: int | None = None  # position in the saved list of optimizers
+    to_begin: BlocksParts | None = None  # blocks around a list that was saved without blocks
 
 
 def match_saved(
     here: Sequence[Optimizer], replicas: Sequence[Replica], saved: Sequence[OptimizerMeta]
 ) -> list[SavedOptimizer] | None:
-    """Return the saved optimizer for each one here; None if their numbers differ.
+    """Return the saved optimizer for each optimizer here, or None if the numbers differ.
 
-    Optimizers that were saved one by one may be continued as one list in blocks, `DiLoCo([a, b])`,
-    and the other way round.
+    Optimizers that were saved separately may be loaded into a list in blocks, `DiLoCo([a, b])`, and
+    vice versa.
     """
     pairs = list(zip(here, replicas, strict=True))
     if len(here) == len(saved):
@@ -199,8 +200,8 @@ def match_saved(
         in_blocks = [meta["class"] for meta in saved if meta["blocks"] is not None]
         if in_blocks:
             raise ValueError(
-                f"in the checkpoint {AND.join(in_blocks)} had separate blocks, and the optimizers "
-                "here are one list. Wrap each optimizer by itself, as it was saved."
+                f"the checkpoint has separate blocks for {AND.join(in_blocks)}, but the optimizers "
+                "here are a single list. Wrap each optimizer separately, as saved."
             )
         return matches
     places: list[tuple[int, int | None]] = []
@@ -216,7 +217,7 @@ def match_saved(
 
 
 def decode_dict(what: str, meta: Json, get: GetTensor) -> dict[str, Any]:
-    """Return the dict that was encoded as this; ValueError if it is something else."""
+    """Decode a dict. Raise ValueError for other values."""
     value = decode(meta, get)
     if not isinstance(value, dict):
         raise ValueError(f"the saved {what} must be a dict, got {value!r:.80}.")
@@ -224,7 +225,7 @@ def decode_dict(what: str, meta: Json, get: GetTensor) -> dict[str, Any]:
 
 
 def prepare_to_load(optimizers: Iterable[object]) -> None:
-    """Let sharded optimizers place parameters that are trained again. Every rank must call this."""
+    """Let sharded optimizers place newly trained parameters. Call it on every rank."""
     for each in optimizers:
         if isinstance(each, Optimizer):
             each = unwrap(each)[-1]
@@ -233,21 +234,21 @@ def prepare_to_load(optimizers: Iterable[object]) -> None:
 
 
 def group_names(optimizer: Optimizer, names: ModelNames | None) -> list[list[str]]:
-    """Return the parameters' names by group: the model's, the groups' own, or numbers."""
+    """Return the names of parameters by group, from the model or from the groups."""
     result = []
     for number, group in enumerate(optimizer.param_groups):
-        # torch stores names itself if the optimizer was made from `named_parameters()`.
+        # torch stores names if the optimizer was created from `named_parameters()`.
         members: Any = group.get("param_names")
         if names is not None:
             members = [names.by_id.get(id(param)) for param in group["params"]]
         elif members is None:
-            raise ValueError("an optimizer's state needs the model's names. Give model=model, too.")
+            raise ValueError("an optimizer's state needs the model's names. Also pass model=model.")
         if None in members:
             place = members.index(None)
             raise ValueError(
                 f"parameter {place} of group {number}, of shape "
-                f"{tuple(group['params'][place].shape)}, is not the model's. Make the optimizer "
-                "after the model is moved and sharded. If it is in no module, add it: "
+                f"{tuple(group['params'][place].shape)}, is not in the model. Create the optimizer "
+                "after moving and sharding the model. If no module has the parameter, add it: "
                 "model.register_parameter(name, parameter)."
             )
         result.append(members)
@@ -264,8 +265,7 @@ def _params_of(optimizer: Optimizer) -> list[Tensor]:
 def collect_optimizer(
     optimizer: Optimizer, names: ModelNames | None, number: int, contents: Contents
 ) -> dict[str, Any]:
-    """Add this rank's tensors to the contents; return the description of the optimizer."""
-    # One rank describes the state that a replica has in common.
+    """Add this rank's tensors to the contents. Return the description of the optimizer."""
     savers = contents.savers
     replica = Replica.of(optimizer, savers)
     layers = OptimizerLayers.of(optimizer)
@@ -275,8 +275,8 @@ def collect_optimizer(
     root = f"optimizer.{number}"
     prefix = replica.key_prefix(root)
     parts, packed = state_parts(inner)
-    # Without blocks, all ranks have the state of an optimizer that is not sharded. If one is
-    # sharded among a part of the ranks only, the other parts have copies of it.
+    # Without blocks, all ranks have the state of an unsharded optimizer. If an optimizer is sharded
+    # among a subset of ranks, the other subsets have copies.
     everyone = savers if replica.count == 1 else ALONE
     copies = ALONE
     if layers.sharded is not None and everyone.size > 1:
@@ -284,14 +284,14 @@ def collect_optimizer(
     for part in parts:
         name = flat_names[part.index]
         if layers.sharded is not None and part.number is not None:
-            # The range with the first element has the entries that belong to all ranges.
+            # The range with the first element writes entries that belong to all ranges.
             _collect_part(part, name, prefix, contents, copies, not part.start, sharded=True)
         else:
             writes = replica.leads or everyone is savers
             _collect_part(part, name, prefix, contents, everyone, writes)
     blocks: Json = None
     if layers.blocks is not None:
-        # Under `root`, not `prefix`: all replicas have the same outer state.
+        # Under `root`, not `prefix`: all replicas share the outer state.
         by_id = dict(zip(map(id, _params_of(inner)), flat_names, strict=True))
         blocks = collect_blocks(layers.blocks, by_id, root, replica, contents)
         contents.own[f"{OWN}layout.{number}"] = to_bytes(replica.layout)
@@ -320,9 +320,9 @@ def _collect_part(
     writes: bool,
     sharded: bool = False,
 ) -> None:
-    """Add one parameter's state, or that of a range, which all `savers` have.
+    """Add the state of a parameter, or of a range of a parameter, that all `savers` have.
 
-    `writes`: whether this rank adds the entries that are not cut among ranks.
+    `writes` tells whether this rank adds entries that are not split among ranks.
     """
     entries = dict(part.entries)
     if part.exact is not None:
@@ -337,28 +337,28 @@ def _collect_part(
             continue
         own = is_dtensor(value) or (sharded and is_elementwise(part, entry, value))
         if writes or own:
-            # A rank may hold several ranges of one parameter, which share the key.
+            # A rank may have several ranges of a parameter, which share the key.
             before = contents.tensors.pop(key, None)
-            # The mesh of a DTensor says who has the same.
+            # For a DTensor, the mesh determines the holders of each shard.
             among = ALONE if sharded and is_dtensor(value) else savers
             contents.add(key, entry_parts(part, entry, value, among).merge(before))
 
 
 def no_put(path: str, _: Tensor) -> str:
-    """Store nothing: another rank has the same, and stores it."""
+    """Store nothing: a different rank stores the tensor."""
     return path
 
 
 def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, object]:
-    """Return the entries that a user's optimizer adds to the state dict, and to "state"."""
+    """Return entries that a user's optimizer adds to the state dict and to "state"."""
     found = dict(packed)
     for ours in ("state", "param_groups", "manyhands"):
         found.pop(ours, None)
     common = common_state(packed)
     if common:
         found["state"] = common
-    # The layers ended at a foreign wrapper with state, and ours is inside: saving that as "other"
-    # would store every rank's state as if it were rank 0's.
+    # The search for layers stops at a foreign wrapper with state. If the wrapper contains ours,
+    # "other" would store every rank's state as rank 0's.
     inside = ""
     if "manyhands" in packed and layers.rule is None:
         inside = "a scaling rule"
@@ -366,16 +366,16 @@ def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, objec
         inside = "blocks"
     if inside:
         raise TypeError(
-            f"there is {inside} inside of this {type(layers.inner).__name__}, which has state of "
-            "its own. Give the optimizer inside, and the wrapper's state under a name of yours."
+            f"this {type(layers.inner).__name__} contains {inside} and has additional state. Pass "
+            "the inner optimizer as optimizer=, and the wrapper's state under a different name."
         )
     return found
 
 
 def _collect_rule(rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor) -> StateMeta:
-    """Return a scaling rule's state as JSON, with its gradients by parameter name."""
+    """Return a scaling rule's state as JSON, with gradients by parameter name."""
     state = rule.scaling_state_dict()
-    # By name instead of position: other groups or shardings may have another order.
+    # By name, not position: groups and shardings may have different orders.
     by_name = dict(zip(names, state["previous"], strict=False))
     state["previous"] = {name: grad for name, grad in by_name.items() if grad is not None}
     return {"class": type(rule).__name__, "state": encode(state, f"{prefix}/rule", put)}
@@ -387,9 +387,9 @@ def _collect_rule(rule: RuleParts, names: Sequence[str], prefix: str, put: PutTe
 class OptimizerLoader:
     """Loads a saved state into an optimizer.
 
-    Creating a loader checks that the state fits, and allocates memory. Then `targets` are to be
-    filled, `load` hands the state to the optimizer, and `finish` to the rule and blocks around it.
-    Until `load`, the optimizer is unchanged, except for state tensors that are filled in place.
+    The constructor checks that the state fits and allocates memory. Then fill `targets`, call
+    `load` to pass the state to the optimizer, and `finish` for the rule and blocks around it.
+    Before `load`, only existing state tensors are changed, by filling them in place.
     """
 
     def __init__(
@@ -408,10 +408,10 @@ class OptimizerLoader:
         self._get = reader.read_once
         root = f"optimizer.{saved.number}"
         self._meta = reader.commit.optimizers[saved.number]
-        # The replica that this one continues.
+        # The saved replica to load.
         replica = Replica(saved.replica.number % max(1, self._meta["replicas"]))
         prefix = replica.key_prefix(root)
-        if replica.number:  # the first is described by the commit
+        if replica.number:  # the commit describes the first replica
             of_replica = from_bytes(reader.read_whole(f"{prefix}/meta"))
             check_form(of_replica, ReplicaMeta)
             self._meta = {**self._meta, **of_replica}
@@ -421,12 +421,12 @@ class OptimizerLoader:
             self._take_part(saved.part)
         groups = group_names(self.inner, names)
         self._flat_names = list(chain.from_iterable(groups))
-        # A tied parameter may have been saved under another name.
+        # A tied parameter may be saved under a different name.
         self._aliases: dict[str, str] = {}
         if names is not None:
             for name in self._flat_names:
                 self._aliases |= dict.fromkeys(names.all_of(name), name)
-        self._saved_names: dict[str, str] = {}  # by the name here
+        self._saved_names: dict[str, str] = {}  # by the name in this run
         self._check_class_and_groups(groups)
         self._state = {self._aliases.get(name, name): state[name] for name in state}
         self._options = self._merge_options()
@@ -436,32 +436,32 @@ class OptimizerLoader:
         self._scaling: object = None
         if layers.rule is not None:
             self._scaling = self._parse_rule(layers.rule)
-        self._counters: dict[str, Any] | None = None  # of the blocks; None: saved without
+        self._counters: dict[str, Any] | None = None  # counters of blocks, if saved
         self._unsaved: list[Tensor] = []  # parameters without a saved anchor
         layout = own.get(f"{OWN}layout.{saved.number}")
         here = to_bytes(saved.replica.layout)
         self._same_layout = layout is not None and layout.tolist() == here.tolist()
-        # A worker that has joined a crew late has the crew's anchor and counters: they are later.
+        # A worker that joined a running crew has the crew's anchor and counters, which are newer.
         self._loads_blocks = layers.blocks is not None and layers.blocks.received_steps is None
         if layers.blocks is not None and self._loads_blocks:
             self._prepare_blocks(layers.blocks, root, replica)
         parts, self._packed = state_parts(self.inner, include_empty=True)
         self._to_load = [(part, self._allocate_entries(part)) for part in parts]
         named = [(self._flat_names[part.index], part, state) for part, state in self._to_load]
-        #: Whether `load` cannot fail: otherwise everything is copied before.
+        #: Whether `load` cannot fail. Otherwise everything is copied first.
         self.is_sure = check_continues(self.inner, self._options, named)
 
     def step_of_run(self, saved: int) -> int:
-        """Return the step to continue from: the saved one or, on a late worker, the crew's."""
+        """Return the saved step or, on a late worker of a crew, the crew's step."""
         blocks = self._layers.blocks
         counters = self._meta["blocks"]
         if blocks is None or blocks.received_steps is None or not isinstance(counters, Mapping):
             return saved
-        # Only if the saved step is the blocks' count, and not, say, a number of epochs.
+        # Only if the saved step is the count of the blocks, not for example a number of epochs.
         return blocks.received_steps if counters.get("steps") == saved else saved
 
     def _take_part(self, part: int) -> None:
-        """Describe one optimizer of a list that was saved in blocks."""
+        """Select a single optimizer of a list that was saved in blocks."""
         several = self._other[SEVERAL]
         first = sum(len(each["groups"]) for each in several[:part])
         own = several[part]
@@ -470,18 +470,18 @@ class OptimizerLoader:
         self._other = {**own["other"], "state": own["state"]}
 
     def _check_class_and_groups(self, groups: Sequence[Sequence[str]]) -> None:
-        """Raise unless the optimizer here has the saved one's class and parameter groups."""
+        """Raise unless class and parameter groups equal the saved optimizer's."""
         here = self._layers.class_name
         saved = self._meta["groups"]
         if here != self._meta["class"]:
             raise ValueError(
-                f"the checkpoint has the state of {self._meta['class']}, and the optimizer here is "
-                f"{here}."
+                f"the checkpoint has the state of {self._meta['class']}, but the optimizer here is "
+                f"{here}. Create the optimizer that was saved."
             )
         if len(saved) != len(groups):
             raise ValueError(
-                f"the checkpoint has {len(saved)} parameter groups, and the optimizer here "
-                f"{len(groups)}."
+                f"the checkpoint has {len(saved)} parameter groups, but the optimizer here has "
+                f"{len(groups)}. Create the same groups."
             )
         for number, (members, group) in enumerate(zip(groups, saved, strict=True)):
             own = {self._aliases.get(name, name): name for name in group["names"]}
@@ -491,33 +491,32 @@ class OptimizerLoader:
                 only_here = sorted(set(members) - own.keys())
                 only_saved = sorted(own.keys() - set(members))
                 raise ValueError(
-                    f"parameter group {number} has other parameters than the checkpoint's: only "
-                    f"here {list_names(only_here)}; only in the checkpoint "
-                    f"{list_names(only_saved)}."
+                    f"the parameters of group {number} differ from the checkpoint: only here "
+                    f"{list_names(only_here)}; only in the checkpoint {list_names(only_saved)}."
                 )
 
     def _merge_options(self) -> list[dict[str, object]]:
-        """Return each group's options to load: the saved ones, but those that stay as they are."""
+        """Return each group's options to load: saved options, except `KEPT_OPTIONS`."""
         result = []
         loaded = saved_options(self._meta["groups"], self._get)
         for group, saved in zip(self.inner.param_groups, loaded, strict=True):
             here = options_of(group)
             kept = {name: here[name] for name in KEPT_OPTIONS if name in here}
-            # Options of this release of torch that the saved run did not have stay as they are.
+            # Options that the saved run's torch did not have stay unchanged.
             result.append({**here, **saved, **kept})
         return result
 
     def _parse_rule(self, rule: RuleParts) -> object:
-        """Return the saved rule's state, checked, with its gradients in this optimizer's order."""
+        """Return the saved rule's state, checked, with gradients in this optimizer's order."""
         meta = self._meta["rule"]
         if meta is None:
             name = type(rule).__name__
             raise ValueError(
-                f"the checkpoint is of a run without a scaling rule, and {name} is around the "
-                f"optimizer here. To begin with a rule, load it before wrapping in {name}."
+                f"the checkpoint was saved without a scaling rule, but {name} wraps the optimizer "
+                f"here. To add a rule, load the checkpoint before wrapping in {name}."
             )
         state = saved_rule(meta, self._get)
-        # Back from names to the order of this optimizer's parameters.
+        # From names to the order of this optimizer's parameters.
         by_name = {self._aliases.get(name, name): grad for name, grad in state["previous"].items()}
         state["previous"] = []
         if by_name:
@@ -525,7 +524,7 @@ class OptimizerLoader:
         return rule.check_scaling_state(state)
 
     def _allocate_entries(self, part: OptimizerStatePart) -> dict[str, object]:
-        """Return a parameter's entries; their tensors are targets, still to be filled."""
+        """Return a parameter's entries, in which tensors are targets to be filled."""
         result: dict[str, object] = {}
         name = self._flat_names[part.index]
         for entry, meta in self._state.get(name, {}).items():
@@ -537,24 +536,24 @@ class OptimizerLoader:
             if stored.shape != tuple(part.param.shape):
                 self._reader.check_claim(key)
             if entry != EXACT_ENTRY:
-                # The parameter itself, if the model was saved, too.
+                # The parameter in the checkpoint, if the model was saved.
                 own = self._reader.tensors.get(f"model/{self._saved_names[name]}")
                 result[entry], target = allocate_target(part, entry, stored, own)
             elif part.exact is not None:
                 target = entry_parts(part, entry, part.exact)
-            else:  # an optimizer without rounded parameters has no use for the exact ones
+            else:  # without rounded parameters, exact parameters are not used
                 continue
             self.targets[key] = target.merge(self.targets.get(key))
         return result
 
     def load(self) -> None:
-        """Hand the filled targets to the optimizer. Its `load_state_dict` may be the user's."""
+        """Pass the filled targets to the optimizer, whose `load_state_dict` may be user code."""
         state = dict(self._common)
         for_later = {}
         for part, entries in self._to_load:
             if not entries:
                 continue
-            if part.number is None:  # frozen, so without a place in the sharded optimizer
+            if part.number is None:  # frozen, so not in the sharded optimizer
                 for_later[part.index] = entries
             else:
                 state[part.number] = entries
@@ -577,21 +576,21 @@ class OptimizerLoader:
                 restore_types(holder.state[params[part.number]], entries)
 
     def _prepare_blocks(self, blocks: BlocksParts, root: str, replica: Replica) -> None:
-        """Check that a saved outer state fits. The targets are anchor and memories themselves."""
-        # Nothing else writes to these between two steps, so they need no second copy in memory.
+        """Check that a saved outer state fits. The anchor and memories are the targets."""
+        # Filled in place: no other code writes to these tensors between two steps.
         self._counters = blocks.check_counters(decode(self._meta["blocks"], self._get))
         if self._counters is None:
             return
         memories = self._counters["memories"]
         if memories != blocks.memories:
             raise ValueError(
-                f"the checkpoint's outer step has {memories} memories, and the one here "
-                f"{blocks.memories}. Continue with an outer step of the same kind."
+                f"the checkpoint's outer step has {memories} memories, but the outer step here has "
+                f"{blocks.memories}. Use the outer step that was saved."
             )
         names = dict(zip(map(id, _params_of(self.inner)), self._flat_names, strict=True))
         for part in blocks.outer_parts():
             name = self._saved_names[names[id(part.param)]]
-            # Frozen in the saved run, or saved by one worker.
+            # Frozen in the saved run, or saved by a single worker.
             if f"{root}/blocks.anchor/{name}" not in self._reader.tensors:
                 self._unsaved.append(part.param)
                 continue
@@ -600,7 +599,7 @@ class OptimizerLoader:
                     self.targets[key] = slices
 
     def finish(self) -> None:
-        """Let the rule and the blocks around the optimizer continue."""
+        """Load rules and blocks around the optimizer. Parameters must be filled."""
         layers = self._layers
         if self._to_begin is not None and self._to_begin.received_steps is None:
             self._to_begin.begin()
@@ -608,24 +607,23 @@ class OptimizerLoader:
             layers.rule.take_scaling_state(self._scaling)
         if layers.blocks is None or not self._loads_blocks:
             return
-        # The parameters must be filled by now.
         if self._counters is None:
-            layers.blocks.begin()  # the anchor begins at the parameters, without outer momentum
+            layers.blocks.begin()  # the anchor becomes the parameters, without outer momentum
         else:
             layers.blocks.load_counters(self._counters, self._unsaved, residuals=self._same_layout)
 
 
 # -- blocks ----------------------------------------------------------------------------------------
-# The outer state, which all replicas have alike: the anchor and the memories. They are saved as
-# slices of whole tensors, each slice once, so that any number of replicas, under any sharding, can
-# load its own slices. A codec's residual belongs to ranks that round and average together. It is
-# loaded if a rank has the slices that it had; otherwise it begins at zero.
+# All replicas share the outer state: anchor and memories. Each slice of the full tensors is saved
+# once, so any number of replicas under any sharding can load slices. A codec's residual belongs to
+# ranks that round and average together. It is loaded if the rank's slices have not changed;
+# otherwise it starts at zero.
 
 
 def _outer_slices(
     part: StatePart, name: str, root: str, replica: Replica
 ) -> Iterator[tuple[str, str, TensorParts]]:
-    """Yield each entry of a parameter's outer state, with the key and this rank's slices."""
+    """Yield each entry of a parameter's outer state, with key and slices."""
     for entry, values in part.entries.items():
         prefix = replica.key_prefix(root) if entry == RESIDUAL else root
         slices = TensorParts.from_flat(values, part.param, part.start or 0)
@@ -635,11 +633,11 @@ def _outer_slices(
 def collect_blocks(
     blocks: BlocksParts, names: Mapping[int, str], root: str, replica: Replica, contents: Contents
 ) -> Json:
-    """Add this rank's slices of the outer state; return the common counters, as JSON."""
+    """Add this rank's slices of the outer state. Return the common counters as JSON."""
     for part in blocks.outer_parts():
         for entry, key, slices in _outer_slices(part, names[id(part.param)], root, replica):
             if entry != RESIDUAL:
                 slices.holders = Holders(replica.count, replica.number, "replicas")
             contents.add(key, slices)
     meta = {**blocks.save_counters(), "memories": blocks.memories}
-    return encode(meta, f"{root}/blocks", no_put)  # which contains no tensors
+    return encode(meta, f"{root}/blocks", no_put)  # there are no tensors

@@ -1,13 +1,12 @@
 """Read a checkpoint: the commit, and slices of tensors.
 
-No file is read as a whole: of the commit a reader learns which files have what it needs, and reads
-the heads of these, then ranges of bytes. A range is first compared with its checksums, one for
-every 16 KiB, in a buffer that stays in the processor's cache. Then it is read into the memory where
-it belongs, from the system's page cache: a second copy in fresh memory would take longer. From a
-bucket it is fetched once, and kept in between.
+The commit shows which files a rank needs. The reader reads the headers of these files, then ranges
+of bytes. A range is first compared with its checksums, one per 16 KiB, in a buffer that fits into
+the processor's cache. Then the range is read from the page cache into its final memory, which is
+faster than a copy through new memory. From a bucket, a range is fetched once and buffered.
 
-What a file claims may be forged, or a file sparse. So there is room for a tensor only after all of
-it was found in the files, and for checksums after they were compared.
+Files may be forged or sparse. So memory for a tensor is allocated only after the tensor was found
+in the files, and memory for checksums only after they were compared.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from manyhands.checkpoint._format import (
 from manyhands.checkpoint._json import FIRST, parse_json, read_text
 from manyhands.checkpoint._tensor_parts import StoredSlice, TensorParts, find_reads
 
-SCANNED = 2**18  # bytes that are compared with their checksums at a time
-LARGE = 2**20  # bytes of a tensor that is compared before there is room for it
+SCANNED = 2**18  # bytes per comparison with checksums
+LARGE = 2**20  # larger tensors are compared before memory is allocated
 
 
 # -- the files -------------------------------------------------------------------------------------
 
 
 class SafetensorsFile:
-    """A safetensors file, of a checkpoint or of any other writer.
+    """A safetensors file of a checkpoint or of any other writer.
 
-    `expected` comes from the commit: the bytes of the file and of the head, and the checksum. A
-    file of another writer has no checksums, and is read without `verify`.
+    `expected` comes from the commit: bytes of the file and of its head, and the checksum. Files of
+    other writers have no checksums and are not verified.
     """
 
     def __init__(
@@ -60,15 +59,15 @@ class SafetensorsFile:
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
         self._source = source
-        self._starts: dict[str, int] = {}  # of each tensor's bytes in the file
-        self._first_sums: dict[str, int] = {}  # the number of each tensor's first checksum
+        self._starts: dict[str, int] = {}  # the first byte of each tensor
+        self._first_sums: dict[str, int] = {}  # the index of each tensor's first checksum
         self._sums = b""
         if expected is None:
             self._parse_header(self._read_header())
             return
         if source.size != expected[0]:
             raise self.damaged(f"it has {source.size:,} bytes and should have {expected[0]:,}")
-        # From a bucket the length of the header and the text come together.
+        # From a bucket, a single request fetches header and length.
         source.fetch([(0, min(expected[1], 8 + FIRST))])
         head = self._read_header()
         self._parse_header(head)
@@ -91,7 +90,7 @@ class SafetensorsFile:
             raise self.damaged("it ends too early")
 
     def _read_header(self) -> bytes:
-        """Return the header, and before it the 8 bytes of its length."""
+        """Return the header, preceded by 8 bytes of length."""
         length = self._read(0, 8)
         nbytes = int.from_bytes(length, "little")
         if 8 + nbytes > self._source.size:
@@ -102,7 +101,7 @@ class SafetensorsFile:
             raise self.damaged(f"its header cannot be read ({error})") from error
 
     def _parse_header(self, head: bytes) -> None:
-        """Find the entry and the first byte of each tensor."""
+        """Find the entry and first byte of each tensor."""
         room = self._source.size - len(head)
         count = 0
         try:
@@ -113,13 +112,13 @@ class SafetensorsFile:
                     raise ValueError(f"{name!r} has the unknown type {meta['dtype']!r:.20}")
                 entry = TensorEntry(name, DTYPES[meta["dtype"]], tuple(meta["shape"]))
                 start, stop = meta["data_offsets"]
-                # The exact type: JSON's true and 1.0 would pass as numbers.
+                # The exact type: JSON's true and 1.0 would pass as integers.
                 if any(type(n) is not int or n < 0 for n in (*entry.shape, start, stop)):
                     raise ValueError(f"{name!r} has an impossible shape or place")
-                room -= entry.nbytes  # no byte is in two tensors
+                room -= entry.nbytes  # tensors do not overlap
                 end = len(head) + stop
                 if stop - start != entry.nbytes or end > self._source.size or room < 0:
-                    raise ValueError(f"{name!r} is not where it should be")
+                    raise ValueError(f"{name!r} has an invalid position")
                 self.entries[name] = entry
                 self._starts[name] = len(head) + start
                 self._first_sums[name] = count
@@ -128,19 +127,19 @@ class SafetensorsFile:
             raise self.damaged(f"its header cannot be read ({error!r:.200})") from error
 
     def _read_sums(self, crc32: int, expected: int) -> bytes:
-        """Return all checksums; `crc32` is the header's, `expected` that of both."""
+        """Return all checksums. `crc32` is the checksum of the header, `expected` of both."""
         start = self._starts[CHECKS]
         length = self.entries[CHECKS].nbytes
         for done in range(0, length, BLOCK):
             crc32 = zlib.crc32(self._read(start + done, min(BLOCK, length - done)), crc32)
-        # The checksum also tells this file from one of another checkpoint.
+        # The checksum also detects a file of a different checkpoint.
         if crc32 != expected:
             raise self.damaged("its header is not the one that was saved")
-        # Those of a sparse file that claims to be huge are compared before they are kept.
+        # Compared before allocating: a sparse file may claim any size.
         return bytes(self._read(start, length))
 
     def verify(self, slices: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-        """Compare the rows of slices with their checksums. Without offsets: a whole tensor."""
+        """Compare the rows of slices with their checksums. Empty offsets mean the full tensor."""
         ranges = []
         for name, offsets, sizes in slices:
             entry = self.entries[name]
@@ -148,7 +147,7 @@ class SafetensorsFile:
             end = entry.nbytes
             if offsets:
                 row_bytes = entry.nbytes // max(1, entry.shape[0])
-                # All of each block in which the rows begin or end.
+                # Including all of the first and last block.
                 begin = offsets[0] * row_bytes // CHECKED * CHECKED
                 end = min(end, -(-(offsets[0] + sizes[0]) * row_bytes // CHECKED) * CHECKED)
             ranges.append((name, begin, end))
@@ -170,7 +169,7 @@ class SafetensorsFile:
 
     @torch.no_grad()
     def read(self, name: str, offsets: Sequence[int], target: Tensor) -> None:
-        """Copy a rectangular slice of a tensor into `target`, which has its shape."""
+        """Copy a rectangular slice of a tensor into `target`, which has the slice's shape."""
         entry = self.entries[name]
         if target.numel() == 0:
             return
@@ -181,11 +180,11 @@ class SafetensorsFile:
         same_numbers = target.dtype == entry.dtype and is_stored_as_is(target)
         same_rows = target.shape[1:] == shape[1:] and target.is_contiguous()
         if target.device.type == "cpu" and same_numbers and same_rows:
-            # Whole rows go straight into the target's memory.
+            # Full rows are read directly into the target's memory.
             self._fill(self._starts[name] + offsets[0] * row_bytes, memory_of(target))
-            increment_version(target)  # torch has not seen the change
+            increment_version(target)  # torch does not see the change
             return
-        # Otherwise read whole rows into a block, and copy the wanted columns out of it.
+        # Otherwise read blocks of full rows into a buffer, and copy the selected columns.
         start = self._starts[name] + offsets[0] * row_bytes
         row_count = min(len(target), max(1, BLOCK // row_bytes))
         buffer = torch.empty((row_count, *shape[1:]), dtype=entry.dtype, device="cpu")
@@ -195,15 +194,15 @@ class SafetensorsFile:
             start += block.nbytes
             for dim in range(1, len(shape)):
                 block = block.narrow(dim, offsets[dim], rows.shape[dim])
-            rows.copy_(block)  # also converts the type, and copies to a GPU
+            rows.copy_(block)  # converts the type, and copies to a GPU
 
 
-# A tensor's key, a stored slice, and offsets and sizes inside of that.
+# A tensor's key, a stored slice, and offsets and sizes inside the slice.
 SliceToVerify: TypeAlias = tuple[str, StoredSlice, Sequence[int], Sequence[int]]
 
 
 class Reader(ExitStack):
-    """Reads slices of a checkpoint. It keeps the files that it needs open until `close`."""
+    """Reads slices of a checkpoint. Files stay open until `close`."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         super().__init__()
@@ -213,13 +212,13 @@ class Reader(ExitStack):
         self.name = name
         self.path = self.folder.path / name
         self._files: dict[int, SafetensorsFile] = {}
-        self._taken: set[str] = set()  # the keys of tensors that have a place in a value
+        self._taken: set[str] = set()  # keys of tensors that are used in a value
         path = self.path / COMMIT
         try:
             source = self.folder.open(name, COMMIT)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{self.path} cannot be found on this rank. Give a path that all ranks share."
+                f"{self.path} does not exist on this rank. Pass a path that all ranks share."
             ) from error
         self.callback(source.close)
         try:
@@ -238,10 +237,11 @@ class Reader(ExitStack):
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """Raise a ValueError that names the checkpoint for invalid content."""
+        """Convert errors of invalid content to ValueErrors that name the checkpoint."""
         try:
             yield
-        except (LookupError, AttributeError, RecursionError) as error:  # it has another form
+        # The content has a different form.
+        except (LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.path} has invalid content: {error!r:.200}.") from error
         except ValueError as error:
             if str(self.path) in str(error):
@@ -258,12 +258,12 @@ class Reader(ExitStack):
             file.verify(parts)
 
     def read(self, key: str, stored: StoredSlice, offsets: Sequence[int], target: Tensor) -> None:
-        """Copy a slice of a stored slice of a tensor into `target`, without comparing it."""
+        """Copy a part of a stored slice into `target`, without verification."""
         file, name = self._find(key, stored)
         file.read(name, offsets, target)
 
     def _find(self, key: str, stored: StoredSlice) -> tuple[SafetensorsFile, str]:
-        """Return the file of a stored slice, and the name of the slice there."""
+        """Return the file of a stored slice, and the slice's name there."""
         tensor = self.tensors[key]
         file = self._open(stored.file)
         name = slice_name(key, stored.offsets, stored.sizes, tensor.shape)
@@ -273,9 +273,9 @@ class Reader(ExitStack):
         return file, name
 
     def check_claim(self, key: str) -> None:
-        """Raise ValueError unless a tensor is in the files, as large as the index claims.
+        """Raise ValueError unless the files contain a tensor of the claimed size.
 
-        Ask this before you make room for it: an index or a sparse file may claim any size.
+        Call this before allocating memory: a commit or a sparse file may claim any size.
         """
         tensor = self.tensors[key]
         for stored in tensor.slices:
@@ -288,7 +288,7 @@ class Reader(ExitStack):
         self.verify((key, each, (), each.sizes) for each in slices)
 
     def read_whole(self, key: str, result: Tensor | None = None) -> Tensor:
-        """Return a whole tensor, compared with its checksums; in `result`, if it is given."""
+        """Return a full tensor after verification, in `result` if given."""
         tensor = self.tensors[key]
         self._verify_whole(key)
         if result is None:
@@ -298,18 +298,18 @@ class Reader(ExitStack):
         return result
 
     def read_once(self, key: str) -> Tensor:
-        """Return a whole tensor of a value."""
+        """Return a full tensor of a value. Each tensor can be read once."""
         self.take(key)
         return self.read_whole(key)
 
     def take(self, key: str) -> None:
-        """Raise ValueError if a tensor was taken before: a save writes one for each place."""
+        """Raise ValueError if a tensor is used twice: a save writes a tensor for each place."""
         if key in self._taken:
             raise ValueError(f"the tensor {key!r:.80} is in two places")
         self._taken.add(key)
 
     def read_own(self, rank: int) -> dict[str, Tensor]:
-        """Return the tensors that a rank has saved for no other rank, by name."""
+        """Return the tensors that belong to a single rank, by name."""
         result: dict[str, Tensor] = {}
         file = self._open(rank)
         own = [entry for name, entry in file.entries.items() if name.startswith(OWN)]
@@ -321,7 +321,7 @@ class Reader(ExitStack):
         return result
 
     def find_damage(self, rank: int) -> str:
-        """Read a rank's file; return what is damaged or missing, or ""."""
+        """Read a rank's file. Return a description of missing or damaged parts, or ""."""
         try:
             file = self._open(rank)
             for key, stored in self._slices_by_file[rank]:
@@ -341,7 +341,7 @@ class Reader(ExitStack):
         return result
 
     def _open(self, number: int) -> SafetensorsFile:
-        """Return an open file. Raise ValueError if its header is not the one that was saved."""
+        """Return an open file. Raise ValueError if the header differs from the saved header."""
         if number not in self._files:
             name = file_name(number, self.commit.token)
             try:
@@ -349,12 +349,12 @@ class Reader(ExitStack):
             except FileNotFoundError as error:
                 if not self.folder.has_commit(self.name):
                     raise FileNotFoundError(
-                        f"{self.path} was removed while it was read, as mh.save(keep=...) does "
-                        "with old ones. Read a newer one."
+                        f"{self.path} was removed while it was read, for example by "
+                        "mh.save(keep=...). Read a newer checkpoint."
                     ) from error
                 raise FileNotFoundError(
-                    f"{self.path / name} is missing: the checkpoint needs each of its "
-                    f"{self.commit.workers} files. Copy the whole folder, or load another "
+                    f"{self.path / name} is missing: the checkpoint needs all of its "
+                    f"{self.commit.workers} files. Copy the complete folder, or load another "
                     "checkpoint."
                 ) from error
             self.callback(source.close)

@@ -1,12 +1,12 @@
-"""Load a run: compare everything with the checksums, then change the objects.
+"""Load a run: verify everything, then change the objects.
 
-    open        the newest complete checkpoint, the same on all ranks
-    compare     the objects of the run with the commit, and its slices with their checksums
-    hand over   the states that only foreign code can load (`_handover.py`)
-    read        the slices, into the memory of the model and the optimizer
-    finish      what follows from them: the rule, the blocks, the random generators
+    open        the newest complete checkpoint, which rank 0 selects
+    compare     the run's objects with the commit, slices with checksums
+    hand over   states that only foreign code can load (`_handover.py`)
+    read        slices into the memory of model and optimizer
+    finish      rule, blocks and random generators
 
-If a step fails on any rank, every rank raises, and states that were handed over are undone.
+If a step fails on any rank, every rank raises and undoes the hand-over.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from manyhands.checkpoint._values import (
     escape,
 )
 
-DISK_TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
+DISK_TIMEOUT = timedelta(hours=2)  # for the slowest disk of all ranks
 
 
-# A tensor's key, a stored slice, offsets inside of that, and the memory to read into.
+# A tensor's key, a stored slice, offsets inside the slice, and memory to read into.
 SliceToRead: TypeAlias = tuple[str, StoredSlice, tuple[int, ...], Tensor]
 
 
 def load_newest(
     folder: Folder, run: RunObjects, process_group: dist.ProcessGroup | None
 ) -> dict[str, object]:
-    """Load the newest checkpoint; if it is removed meanwhile for a newer one, load that."""
+    """Load the newest checkpoint. If it is replaced by a newer checkpoint meanwhile, load that."""
     ranks = _join(process_group)
     with explained(ranks, f"while it loaded a checkpoint. {KILLED}"):
         prepare_to_load(run.optimizers)
@@ -78,15 +78,15 @@ def load_newest(
             try:
                 return _load_checkpoint(folder, name, ranks, run, replicas)
             except FileNotFoundError:
-                if name == before:  # not removed for a newer one: really missing
+                if name == before:  # missing, not replaced by a newer checkpoint
                     raise
                 before = name
 
 
 def _find_newest(folder: Folder, ranks: RankGroup) -> str:
-    """Return the name of the newest checkpoint. An empty name stands for the folder itself."""
-    # Rank 0 decides: a checkpoint may be completed between two ranks' looks. Its name only, as
-    # this rank may have the folder under another path.
+    """Return the name of the newest checkpoint. An empty name means the folder itself."""
+    # Rank 0 decides, because a checkpoint may appear between the reads of two ranks. Ranks exchange
+    # only the name, because the folder's path may differ between ranks.
 
     def find() -> str:
         if ranks.rank == 0 or dry_group() is not None:
@@ -97,15 +97,15 @@ def _find_newest(folder: Folder, ranks: RankGroup) -> str:
 
 
 def _join(process_group: dist.ProcessGroup | None) -> RankGroup:
-    """Return the ranks, in a group of their own, once each has called."""
-    # From then on no rank is late by mistake: the slowest disk has hours, and closed connections
-    # show that a worker has died.
+    """Return the ranks in a separate group, after each rank has called."""
+    # After this call, a late rank is a slow one: disks may take hours, and a closed connection
+    # shows that a rank has died.
     ranks = RankGroup.of(process_group)
     try:
         return replace(ranks.with_cpu_group(), patience=DISK_TIMEOUT)
     except RuntimeError as error:
         ended, _ = Presence(_get_default_store()).find_first_ended(ranks.ranks)
-        reason = f"not every rank has within the group's timeout ({error})"
+        reason = f"not every rank has called within the group's timeout ({error})"
         if ended:
             reason = have_ended(ended)
         raise RuntimeError(
@@ -117,7 +117,7 @@ def _load_checkpoint(
     folder: Folder, name: str, ranks: RankGroup, run: RunObjects, replicas: Sequence[Replica]
 ) -> dict[str, object]:
     with run_on_all(ranks, lambda: Reader(folder, name)) as reader, reader.explain():
-        advice = f"Give a path that they share, not {reader.path}."
+        advice = f"Pass a path that all ranks share instead of {reader.path}."
         agree(ranks, {"checkpoints": reader.crc32}, advice)
 
         def compare() -> RunLoader:
@@ -125,8 +125,8 @@ def _load_checkpoint(
                 return RunLoader(reader, run, replicas, ranks)
 
         loader = run_on_all(ranks, compare)
-        # From here on things change. Each `run_on_all` ends with an exchange of errors, so that
-        # either every rank goes on or every rank undoes.
+        # The next steps change objects. Each `run_on_all` ends with an exchange of errors, so
+        # either every rank continues or every rank undoes.
         try:
             for step in (loader.load_foreign_states, loader.fill, loader.finish):
                 run_on_all(ranks, step)
@@ -139,9 +139,8 @@ def _load_checkpoint(
 class RunLoader:
     """Loads a checkpoint into the objects of a run.
 
-    Creating a loader compares everything with the commit, and all that will be read with the
-    checksums, but changes nothing. The next steps are `load_foreign_states`, `fill` and `finish`;
-    if any of them fails on any rank, `undo`.
+    The constructor compares objects and checksums without changing the run. The next steps are
+    `load_foreign_states`, `fill` and `finish`. If any step fails on any rank, call `undo`.
     """
 
     def __init__(
@@ -155,9 +154,9 @@ class RunLoader:
         self._restore_optimizers: Callable[[], None] | None = None
         self._random: dict[str, Tensor] = {}
         commit = reader.commit
-        own: dict[str, Tensor] = {}  # of the saved rank with this number
+        own: dict[str, Tensor] = {}  # tensors of the saved rank with this number
         if run.optimizers:
-            # A run that continues wants all of the checkpoint sound, also what no rank here uses.
+            # Read all files, including files that no rank here uses: all must be undamaged.
             for number in range(ranks.rank, commit.workers, ranks.size):
                 found = reader.read_own(number)
                 if number == ranks.rank:
@@ -169,7 +168,7 @@ class RunLoader:
         if commit.step is not None:
             self.result["step"] = commit.step
         names = None
-        # The model first: the optimizer's state is found by the model's names.
+        # The model is first: the optimizer's state is found by the model's names.
         if run.model is not None:
             names = find_names(run.model)
             if commit.model is None:
@@ -206,26 +205,26 @@ class RunLoader:
         self._foreign_states.states += states
 
     def _add_schedulers(self, here: Sequence[HasState], saved: Sequence[StateMeta]) -> None:
-        """Prepare to load the schedulers, in the order in which they were saved."""
+        """Prepare to load the schedulers, in the saved order."""
         if len(here) != len(saved):
             raise _wrong_number("scheduler", len(here), len(saved))
         for each, meta in zip(here, saved, strict=True):
             check_scheduler(each)
             if type(each).__name__ != meta["class"]:
                 raise ValueError(
-                    f"the checkpoint has the state of a {meta['class']}, and the scheduler here is "
-                    f"a {type(each).__name__}."
+                    f"the checkpoint has the state of a {meta['class']}, but the scheduler here is "
+                    f"a {type(each).__name__}. Create the scheduler that was saved."
                 )
             self._add_object("the scheduler", each, meta["state"])
 
     def _add_object(self, name: str, each: HasState, meta: object) -> None:
-        """Prepare to load the state of an object, in place."""
+        """Prepare to load the state of an object in place."""
         state = decode(meta, self._reader.read_once)
         foreign = ForeignState(name, each.state_dict, each.load_state_dict, state)
         self._foreign_states.states.append(foreign)
 
     def _add_value(self, name: str, meta: Any, target: object) -> object:
-        """Return a value of the user's: `target`, if given, which is then to be loaded in place."""
+        """Return a value for the user: the decoded value, or `target`, which is loaded in place."""
         get = self._reader.read_once
         prefix = f"value/{escape(name)}"
         is_module = isinstance(meta, Mapping) and meta.get("$") == "module"
@@ -251,49 +250,49 @@ class RunLoader:
         return target
 
     def load_foreign_states(self) -> None:
-        """Load the states that need foreign code, while model and optimizer are unchanged."""
+        """Load states through foreign code, while model and optimizer are unchanged."""
         self._foreign_states.apply()
-        # The copies cost memory, so they are made only if an optimizer may refuse its state.
+        # Copies cost memory, and are only needed if an optimizer may refuse its state.
         if not all(each.is_sure for each in self._optimizers):
             inner = [each.inner for each in self._optimizers]
             self._restore_optimizers = take_snapshot(inner, self._targets.values())
 
     def fill(self) -> None:
-        """Read the slices, and hand the filled state to the optimizers, which may be the user's."""
+        """Read the slices, and pass the filled state to the optimizers."""
         try:
             for each in self._slices:
                 self._reader.read(*each)
         except (OSError, ValueError) as error:
-            # The one failure that cannot be undone without a copy of the whole model.
+            # The only failure that cannot be undone: this would need a copy of the model.
             raise RuntimeError(
-                f"{self._reader.path} was verified, and could then not be read again: {error} The "
-                "model and the optimizer are loaded in part now."
+                f"{self._reader.path} was verified, but a second read failed: {error} The model "
+                "and the optimizer are now partially loaded."
             ) from error
         for optimizer in self._optimizers:
             optimizer.load()
 
     def finish(self) -> None:
-        """Continue from what is filled on all ranks. None of this can be refused."""
-        # Blocks need the model complete: a new anchor begins at the parameters.
+        """Load rules, blocks and random generators. These steps cannot fail."""
+        # Blocks need the complete model: a new anchor starts at the parameters.
         for optimizer in self._optimizers:
             optimizer.finish()
         if self._random:
             set_random_state(self._random)
 
     def undo(self) -> None:
-        """Put everything back as it was, after some rank could not load."""
+        """Restore the earlier state after a rank failed."""
         if self._restore_optimizers is not None:
             self._restore_optimizers()
         self._foreign_states.undo()
 
 
 def _wrong_number(what: str, here: int, saved: int) -> ValueError:
-    """Return the error for another number of schedulers, say, than were saved."""
+    """Return the error for a different number of schedulers or optimizers than saved."""
     if not saved:
         return ValueError(
             f"the checkpoint was saved without {what}=. Load it without {what}=: the {what} then "
-            f"starts with new state. Give mh.save {what}= from now on."
+            f"starts with new state. Pass {what}= to mh.save from now on."
         )
     return ValueError(
-        f"the checkpoint has {saved} {what}(s), and {here} were given. Give all, in order."
+        f"the checkpoint has {saved} {what}(s), but {here} were passed. Pass all, in order."
     )

@@ -1,17 +1,15 @@
-"""Find the slices of tensors that this rank holds, and the files of stored slices.
+"""Find the slices of tensors on this rank and in the files of a checkpoint.
 
-A *slice* is rectangular: offsets and sizes, one for each dimension. A plain tensor is one slice,
-and so is a shard of a DTensor. A flat range of a parameter (`_optimizers/state_parts.py`) is a few:
+A *slice* is rectangular, with an offset and a size per dimension. A plain tensor is a single slice;
+so is a shard of a DTensor. A flat range of a parameter (`_optimizers/state_parts.py`) is split into
+slices: elements `start` to `stop` in memory order are the end of a row, full rows, then the
+beginning of a row. Incomplete rows are again ranges with one dimension less. The maximum number of
+slices is 2 * dimensions - 1. Each slice is contiguous in memory, directly after the previous slice.
 
-The elements `start` to `stop` of a tensor, in the order of memory, are the end of one row, some
-whole rows, and the beginning of another. The incomplete rows are again such ranges, with one
-dimension less. So there are at most 2 * dimensions - 1 slices. Each is contiguous in memory, and
-the next one begins where it ends.
-
-**Who writes** a slice that several ranks hold alike follows from the rank's own placements, so no
-rank asks another: the tensors that the same ranks hold are laid end to end, and each of these ranks
-writes those that begin in its part of the length. A rank that needs a slice reads it from whichever
-stored slices overlap it.
+**Who writes** a slice that several ranks have follows from each rank's own placements, without
+messages: tensors with equal holders are laid end to end, and each holder writes the tensors whose
+first byte is in the holder's part of the length. A reader takes a slice from all stored slices that
+overlap it.
 """
 
 from __future__ import annotations
@@ -57,10 +55,10 @@ DTYPE_NAMES = {
 DTYPE_TEXTS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 PRIME = 2**61 - 1
 MOST = 2**63  # torch counts elements and bytes in 64 bits
-MOST_DIMENSIONS = 64  # that torch's operations take
-# Bytes that a rank writes of what others hold as well: fewer ranks write small models.
+MOST_DIMENSIONS = 64  # the maximum of torch's operations
+# Bytes per writing rank of tensors that several ranks have: fewer ranks write small models.
 LEAST = 2**22
-# The entry for the exact parameters that an optimizer keeps beside the rounded ones.
+# The entry of exact parameters that an optimizer stores in addition to rounded parameters.
 EXACT_ENTRY = "manyhands.exact"
 
 
@@ -68,7 +66,7 @@ Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a slice
 
 
 def slices_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bounds]:
-    """Yield the slices that make up elements `start` to `stop`, in order.
+    """Yield the slices of elements `start` to `stop`, in order.
 
     >>> list(slices_of_range((4, 5), 3, 16))
     [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
@@ -80,11 +78,11 @@ def slices_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[B
     while start < stop:
         row, skipped = divmod(start, row_size)
         rows = (stop - start) // row_size
-        if rows and not skipped:  # whole rows
+        if rows and not skipped:  # full rows
             yield (row,) + (0,) * len(shape[1:]), (rows, *shape[1:])
             start += rows * row_size
             continue
-        # The end of the first row, the beginning of the last, or a part of the only one.
+        # The end of the first row, the beginning of the last row, or a part of the only row.
         end = min(row_size, skipped + stop - start)
         for offsets, sizes in slices_of_range(shape[1:], skipped, end):
             yield (row, *offsets), (1, *sizes)
@@ -93,21 +91,21 @@ def slices_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[B
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that hold the same slices, and this rank's place among them."""
+    """Ranks with equal slices, and this rank's place among the ranks."""
 
     count: int = 1
     place: int = 0
-    kind: str = ""  # ranks that hold tensors of one kind alike have the same list of them
+    kind: str = ""  # holders of a kind have the same list of tensors
 
     def times(self, outer: Holders) -> Holders:
-        """Return the holders if there are several of such groups, and this one has a place too."""
+        """Return the combined holders of several such groups: `outer` counts the groups."""
         place = outer.place * self.count + self.place
         return Holders(outer.count * self.count, place, self.kind + outer.kind)
 
 
 @dataclass(frozen=True)
 class Savers:
-    """The ranks that save together: their ranks among all processes, and this rank's place."""
+    """The ranks that save together: global ranks, and this rank's place."""
 
     size: int = 1
     rank: int = 0
@@ -122,17 +120,17 @@ class Savers:
 
     @property
     def everyone(self) -> Holders:
-        """The holders of what every rank has alike."""
+        """The holders of tensors that every saving rank has."""
         return Holders(self.size, self.rank, self.kind)
 
     def copies(self, members: Sequence[int]) -> Savers:
-        """Return the ranks that hold the same slices as this one, in groups such as `members`."""
-        # The groups are the rows of a grid of ranks, or its columns, as in a mesh of ranks.
+        """Return the ranks with the same slices as this rank, in groups such as `members`."""
+        # The groups are rows or columns of a grid of ranks, as in a device mesh.
         members = sorted(members)
         if not set(members) <= set(self.ranks) or self.size % len(members):
             raise ValueError(
-                f"the run is sharded over ranks {members}, and {list(self.ranks)} save. Call "
-                "mh.save on all ranks of one or more such groups: give process_group= for that."
+                f"the run is sharded over ranks {members}, but ranks {list(self.ranks)} save. Call "
+                "mh.save on all ranks of one or more such groups, with process_group= if needed."
             )
         first = self.ranks.index(members[0])
         step = 1
@@ -147,13 +145,13 @@ ALONE = Savers()
 
 @dataclass(eq=False)
 class TensorParts:
-    """The slices of one tensor that this rank holds: offsets and elements (a view of them)."""
+    """This rank's slices of a tensor: offsets and views of the elements."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
     slices: list[tuple[tuple[int, ...], Tensor]]
     holders: Holders = Holders()
-    grid: tuple[int, int, int] | None = None  # dimension, pieces along it, and which this is
+    grid: tuple[int, int, int] | None = None  # dimension, number of pieces, this piece
 
     @classmethod
     def whole(cls, tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
@@ -163,7 +161,7 @@ class TensorParts:
 
     @classmethod
     def of_dtensor(cls, tensor: DTensor, savers: Savers = ALONE) -> TensorParts:
-        """Return this rank's shard. Ranks along a dimension that is not sharded hold the same."""
+        """Return this rank's shard. Ranks along a replicated mesh dimension have equal shards."""
         shape, corner, here = _locate_local(tensor)
         mesh = tensor.device_mesh
         own = mesh.get_coordinate()
@@ -187,10 +185,10 @@ class TensorParts:
     def from_flat(
         cls, flat: Tensor, like: Tensor, start: int, holders: Holders = Holders()
     ) -> TensorParts:
-        """Return the slices that a flat range holds of a tensor like `like`.
+        """Return the slices of a flat range of a tensor like `like`.
 
-        `flat` has the elements from `start` on, in the order of `like`'s memory; of a DTensor, they
-        are counted in its local tensor. Complex numbers may come as pairs of real ones.
+        `flat` contains the elements from `start` on, in the memory order of `like`, or of its local
+        tensor for a DTensor. Complex numbers may be given as pairs of real numbers.
         """
         flat = flat.detach().view(-1)
         shape, corner, like = _locate_local(like)
@@ -198,8 +196,8 @@ class TensorParts:
             shape = (*shape, 2)
             corner = (*corner, 0)
             like = torch.view_as_real(like)
-        # Memory order may differ from the order of dimensions (channels_last, a transpose): cut the
-        # permuted shape, and permute each slice back.
+        # Memory order may differ from the order of dimensions (channels_last, transposed tensors):
+        # split the permuted shape, then permute each slice back.
         order = order_of_dims(like)
         back = [order.index(dim) for dim in range(like.dim())]
         permuted = tuple(like.shape[dim] for dim in order)
@@ -214,20 +212,20 @@ class TensorParts:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole tensor, which all holders know."""
+        """The bytes of the full tensor, which are equal on all holders."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def merge(self, before: TensorParts | None) -> TensorParts:
-        """Return the slices of both, for a rank that holds several ranges of one tensor."""
+        """Return the slices of both. A rank may have several ranges of a tensor."""
         if before is None:
             return self
         return replace(self, slices=[*before.slices, *self.slices])
 
 
 def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """Return the whole tensor's shape, the offsets of the local tensor in it, and the latter."""
+    """Return the full tensor's shape, the local tensor's offsets, and this local tensor."""
     here = local_shard(tensor).detach()
-    # The local tensor may be the result of a collective that is still under way.
+    # The local tensor may be the result of a pending collective.
     if hasattr(here, "wait"):
         here = here.wait()
     corner = (0,) * tensor.dim()
@@ -238,12 +236,12 @@ def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Ten
             tensor.shape, tensor.device_mesh, tensor.placements
         )
         if tuple(sizes) != tuple(here.shape):
-            raise ValueError(f"a shard has the shape {tuple(here.shape)} in place of {sizes}.")
+            raise ValueError(f"a shard must have the shape {sizes}, got {tuple(here.shape)}.")
     return tuple(tensor.shape), tuple(corner), here
 
 
 def own_share(tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
-    """Return the tensors that this rank writes, of all that it holds."""
+    """Return the tensors that this rank writes."""
     totals: dict[Holders, int] = defaultdict(int)
     for parts in tensors.values():
         totals[parts.holders] += parts.nbytes
@@ -261,9 +259,9 @@ def own_share(tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
 
 
 def stored_slices(parts: TensorParts) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield the slices that are worth an entry in a file."""
+    """Yield the slices that the file stores."""
     for offsets, elements in parts.slices:
-        # A rank that owns no rows of a tensor has an empty slice: nothing to write.
+        # A rank without rows of a tensor has an empty slice, which is not written.
         if elements.numel() or 0 in parts.shape:
             yield offsets, elements
 
@@ -271,7 +269,7 @@ def stored_slices(parts: TensorParts) -> Iterator[tuple[tuple[int, ...], Tensor]
 def find_reads(
     key: str, target: TensorParts, stored: StoredTensor
 ) -> list[tuple[StoredSlice, tuple[int, ...], Tensor]]:
-    """Return the reads that fill a target: stored slices, offsets in them, and the memory."""
+    """Return the reads that fill a target: stored slices, offsets inside the slices, and memory."""
     if target.shape != stored.shape:
         raise ValueError(f"{key!r} is {stored.shape} in the checkpoint and {target.shape} here.")
     reads = []
@@ -280,33 +278,33 @@ def find_reads(
             view = elements
             inside = []
             for dim, begin in enumerate(start):
-                # From the beginning to the end that both have.
+                # The overlap of both slices.
                 first = max(begin, each.offsets[dim])
                 last = min(begin + elements.shape[dim], each.offsets[dim] + each.sizes[dim])
                 view = view.narrow(dim, first - begin, last - first)
                 inside.append(first - each.offsets[dim])
             reads.append((each, tuple(inside), view))
-    return reads  # of all elements: `find_tensors`
+    return reads  # `find_tensors` ensures that all elements are covered
 
 
 # -- where tensors are ----------------------------------------------------------------------------
 
 
 class Table(TypedDict):
-    """Where tensors are: those in grids, and the slices of all others.
+    """The locations of tensors in files: grids, and lists of slices for other tensors.
 
-    A rank describes its file as file 0, and the commit describes all files.
+    A rank describes a single file, with number 0. The commit describes all files.
     """
 
-    # For each grid how many pieces it has, the file of each piece and, by key, shape, dtype and the
-    # dimension that is cut. In a rank's own table: the number of its piece instead of the files.
+    # For each grid: the number of pieces, the file of each piece, and by key the shape, dtype and
+    # split dimension. A rank's own table has the number of the rank's piece instead of the files.
     grids: list[list[Any]]
     # By key: shape, dtype, and a list of (file, offsets, sizes).
     slices: dict[str, list[Any]]
 
 
 def table_of(tensors: Mapping[str, TensorParts]) -> Table:
-    """Return where these tensors are, as the table of one file."""
+    """Return the table of a single file with these tensors."""
     slices: dict[str, list[Any]] = {}
     grids: dict[tuple[int, int], dict[str, list[Any]]] = {}
     for key, parts in tensors.items():
@@ -320,7 +318,7 @@ def table_of(tensors: Mapping[str, TensorParts]) -> Table:
             slices[key] = [*described, stored]
     table = Table(grids=[], slices=slices)
     for (count, piece), members in grids.items():
-        # Only one rank spells out a grid: the others have the same, and say which by its checksum.
+        # Only piece 0 lists the tensors of a grid; other pieces refer to the list by checksum.
         spelled: object = members
         if piece > 0:
             spelled = checksum(members)
@@ -333,7 +331,7 @@ def checksum(members: object) -> int:
 
 
 def merge_tables(tables: Sequence[Table]) -> Table:
-    """Return the table of all files from the tables that ranks have sent of their own."""
+    """Combine the tables of all ranks into the table of all files."""
     grids: dict[tuple[int, int], list[Any]] = {}
     all_slices: dict[str, list[Any]] = {}
     for file, table in enumerate(tables):
@@ -341,7 +339,7 @@ def merge_tables(tables: Sequence[Table]) -> Table:
             crc32 = members
             if piece == 0:
                 crc32 = checksum(members)
-            # Pieces that no rank has are refused by `find_tensors`.
+            # `find_tensors` rejects missing pieces.
             grid = grids.setdefault((count, crc32), [count, [None] * count, {}])
             grid[1][piece] = file
             if piece == 0:
@@ -358,7 +356,7 @@ def merge_tables(tables: Sequence[Table]) -> Table:
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A rectangular slice of a tensor, in file number `file`."""
+    """A rectangular slice of a tensor in file number `file`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -367,13 +365,13 @@ class StoredSlice:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint: its whole shape, and the slices that make it up."""
+    """A tensor of the checkpoint: full shape and stored slices."""
 
     shape: tuple[int, ...]
     dtype: str
-    cut: int = 0  # the dimension that is cut in pieces, if it is
-    holders: Sequence[int] = ()  # the file that has each piece
-    listed: Sequence[StoredSlice] = ()  # the slices, if it is not cut in pieces
+    cut: int = 0  # the split dimension of a grid
+    holders: Sequence[int] = ()  # the file of each piece of a grid
+    listed: Sequence[StoredSlice] = ()  # the slices outside of grids
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -385,7 +383,7 @@ class StoredTensor:
 
     @property
     def slices(self) -> Iterator[StoredSlice]:
-        """All slices that are not empty."""
+        """All non-empty slices."""
         return self.overlapping((0,) * len(self.shape), self.shape)
 
     @property
@@ -393,7 +391,7 @@ class StoredTensor:
         return len(list(self.slices))
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[StoredSlice]:
-        """Yield the slices that have elements of this one."""
+        """Yield the slices that overlap the given slice."""
         candidates = self.listed
         if self.holders:
             start = offsets[self.cut]
@@ -407,7 +405,7 @@ class StoredTensor:
 
     @property
     def _piece_size(self) -> int:
-        """The size of a piece, cut as `torch.chunk` does: the last ones may be smaller or empty."""
+        """The size of a piece, as in `torch.chunk`: the last pieces may be smaller or empty."""
         return -(-self.shape[self.cut] // len(self.holders))
 
     def _piece(self, number: int) -> StoredSlice:
@@ -420,17 +418,17 @@ class StoredTensor:
 
 
 def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
-    """Return all tensors of a table. Raise an error unless each element is in it exactly once."""
+    """Return all tensors of a table. Raise ValueError unless each element occurs exactly once."""
     _check_counts([table["grids"], table["slices"]])
     tensors: dict[str, StoredTensor] = {}
     for count, holders, members in table["grids"]:
-        # Counted before anything of that size is made: a damaged count may be any number.
+        # Checked before allocating: a damaged count may be any number.
         if count != len(set(holders)) or max(holders) >= files:
-            raise ValueError(f"{count} pieces of a grid are not there once each")
+            raise ValueError(f"each of the {count} pieces of a grid must occur once")
         for key, (shape, dtype, dim) in members.items():
             _check_shape(key, shape, dtype)
             if dim >= len(shape) or key in tensors:
-                raise ValueError(f"tensor {key!r} is cut in an impossible way")
+                raise ValueError(f"tensor {key!r} is split in an impossible way")
             tensors[key] = StoredTensor(tuple(shape), dtype, dim, holders)
     for key, (shape, dtype, several) in table["slices"].items():
         _check_shape(key, shape, dtype)
@@ -450,15 +448,15 @@ def _check_counts(value: object) -> None:
         children = value
     elif isinstance(value, dict):
         children = value.values()
-    # The exact type: True is an int to Python.
+    # The exact type: in Python, True is an int.
     elif type(value) is not str and not (type(value) is int and 0 <= value < MOST):
-        raise ValueError(f"{value!r:.80} is no number of elements, pieces or files")
+        raise ValueError(f"{value!r:.80} is not a number of elements, pieces or files")
     for each in children:
         _check_counts(each)
 
 
 def _check_shape(key: str, shape: Sequence[int], dtype: str) -> None:
-    """Raise ValueError unless torch can have a tensor of this shape and type."""
+    """Raise ValueError unless torch supports a tensor of this shape and type."""
     # Strides are computed as if no dimension were empty.
     elements = math.prod(max(1, size) for size in shape)
     known = dtype in DTYPE_TEXTS and len(shape) <= MOST_DIMENSIONS
@@ -471,16 +469,16 @@ def covers_once(
 ) -> bool:
     """Return whether slices (offsets and sizes) fill a shape without gap or overlap.
 
-    They do, inside the shape, exactly if
+    Slices inside the shape fill it exactly if
 
         sum over slices of  prod_i (f_i[start] - f_i[stop])  =  prod_i (f_i[0] - f_i[size])
 
-    as polynomials in the unknowns f_i[x], one for each dimension and coordinate. (Each side is the
-    mixed difference of an indicator function, and differences of equal functions are equal.) Both
-    sides are compared at random values modulo a prime of 61 bits: one step for each slice and
-    dimension, where comparing slices in pairs takes the square.
+    as polynomials in the unknowns f_i[x], one for each dimension i and coordinate x. (Each side is
+    the mixed difference of an indicator function, and equal functions have equal differences.) Both
+    sides are evaluated at random values modulo a prime of 61 bits. The cost is linear in the number
+    of slices; comparing pairs of slices would be quadratic.
     """
-    # Its own generator: the program's are saved and restored, and must not advance.
+    # A separate generator: checkpoints save and restore the program's generators.
     draw = random.SystemRandom().randrange
     values: dict[tuple[int, int], int] = defaultdict(partial(draw, PRIME))
 
@@ -500,10 +498,10 @@ def covers_once(
 
 
 def check_can_hold(name: str, dtype: torch.dtype) -> None:
-    """Raise TypeError if a safetensors file has no name for this type of tensor."""
+    """Raise TypeError if safetensors files do not support this type of tensor."""
     if dtype not in DTYPE_NAMES:
         raise TypeError(
-            f"{name} is a tensor of {dtype}, which safetensors files cannot hold. Convert it."
+            f"{name} is a tensor of {dtype}, which safetensors files do not support. Convert it."
         )
 
 
@@ -511,36 +509,36 @@ def check_can_hold(name: str, dtype: torch.dtype) -> None:
 
 
 def is_elementwise(part: OptimizerStatePart, entry: str, value: Tensor) -> bool:
-    """Return whether an entry has one number for each element that this rank holds."""
-    # `step` is one number, and must not be taken for the state of a parameter with one element.
+    """Return whether an entry has a number for each element on this rank."""
+    # `step` is a single number, also for a parameter with a single element.
     return value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
 
 
 def entry_parts(
     part: OptimizerStatePart, entry: str, value: Tensor, savers: Savers = ALONE
 ) -> TensorParts:
-    """Return the slices of an entry; `savers` have the same."""
+    """Return the slices of an entry that is equal on all `savers`."""
     if part.start is not None and is_elementwise(part, entry, value):
         return TensorParts.from_flat(value, part.param, part.start, savers.everyone)
     return to_parts(value, savers)
 
 
 def to_parts(tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
-    """Return the slices of a tensor that all savers have, whole or as DTensors of them."""
+    """Return the slices of a plain tensor that all savers have, or of a DTensor."""
     if is_dtensor(tensor):
         return TensorParts.of_dtensor(tensor, savers)
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise TypeError(f"a tensor of layout {tensor.layout} cannot be saved: make it dense.")
+        raise TypeError(f"a tensor of layout {tensor.layout} cannot be saved. Convert it to dense.")
     return TensorParts.whole(tensor, savers)
 
 
 def allocate_target(
     part: OptimizerStatePart, entry: str, stored: StoredTensor, own: StoredTensor | None
 ) -> tuple[Tensor, TensorParts]:
-    """Return a tensor to fill with a saved entry, and its slices.
+    """Return a tensor to fill with a saved entry, and the tensor's slices.
 
-    `own` is the parameter in the checkpoint. If the optimizer has a tensor that fits already,
-    that one is returned, and filled in place.
+    `own` is the parameter in the checkpoint. An existing tensor of the optimizer is used if it
+    fits.
     """
     param = part.param
     like = part.like
@@ -549,11 +547,11 @@ def allocate_target(
     now = part.entries.get(entry)
     if shape != param.shape or (shape == () and entry == "step"):
         if not (isinstance(now, Tensor) and (now.shape, now.dtype) == (shape, dtype)):
-            # torch's optimizers keep `step` on the CPU: reading it must not wait for the GPU.
+            # As in torch's optimizers, `step` is on the CPU: reading it must not wait for the GPU.
             device = "cpu" if entry == "step" else param.device
             now = torch.empty(shape, dtype=dtype, device=device)
         return now, to_parts(now)
-    # State in the parameter's type follows it into another, as torch's loading does.
+    # State in the parameter's type is converted with the parameter, as in torch's loading.
     if own is not None and dtype == own.torch_dtype:
         dtype = like.dtype
     if not (isinstance(now, Tensor) and now.dtype == dtype and _has_same_layout(now, like)):
@@ -564,7 +562,7 @@ def allocate_target(
 
 
 def _has_same_layout(now: Tensor, like: Tensor) -> bool:
-    """Return whether one tensor can be filled in place of another: shape, strides, sharding."""
+    """Return whether shape, strides and sharding of two tensors are equal."""
     if now.shape != like.shape or is_dtensor(now) != is_dtensor(like):
         return False
     if is_dtensor(now):

@@ -1,16 +1,15 @@
-"""Encode values as JSON, and decode them.
+"""Encode values as JSON and decode them.
 
-What JSON has is encoded as itself: None, True, numbers, strings, lists, and dicts with strings for
-keys. Anything else becomes a dict whose "$" says what it is:
+JSON types are encoded as themselves: None, booleans, numbers, strings, lists, and dicts with string
+keys. Other values become a dict with a type under "$":
 
     {"$": "tensor", "key": ...}   a tensor of the checkpoint, stored under that key
     {"$": "tuple", "items": [...]}, {"$": "dict", "items": [[key, value], ...]}, ...
 
-A tensor's key is the path to it: `PATH.a.b` in {"a": {"b": tensor}}. The dots, slashes and percent
-signs of a dict's keys are written as in a web address, so that {"a.b": tensor} has another path,
-`PATH.a%2Eb`.
+The key of a tensor is its path: `PATH.a.b` in {"a": {"b": tensor}}. Dots, slashes and percent signs
+in the keys of dicts are percent-encoded, so {"a.b": tensor} has the path `PATH.a%2Eb`.
 
-Nothing is ever turned into code: a value that has none of these forms cannot be saved.
+Decoding never executes code. Values of other types cannot be saved.
 """
 
 from __future__ import annotations
@@ -38,36 +37,36 @@ MAPPINGS: dict[str, Callable[[dict[Any, Any]], object]] = {
 
 
 def _dtype_of(text: str) -> torch.dtype:
-    # Only what is a dtype: the file must not reach any other attribute of torch.
+    # Restricted to dtypes: a file must not reach other attributes of torch.
     found = getattr(torch, text)
     if not isinstance(found, torch.dtype):
         raise TypeError(f"{text} is no dtype")
     return found
 
 
-# Types of values that become text: the way there, and the way back.
+# Types stored as text: functions to text and back.
 PLAIN: dict[type, tuple[Callable[[Any], str], Callable[[str], object]]] = {
-    float: (str, float),  # NaN and the infinities, which JSON does not have
+    float: (str, float),  # NaN and infinities, which JSON does not have
     complex: (str, complex),
     bytes: (bytes.hex, bytes.fromhex),
     torch.dtype: (lambda dtype: str(dtype).removeprefix("torch."), _dtype_of),
     torch.device: (str, torch.device),
 }
 FROM_TEXT = {kind.__name__: from_text for kind, (_, from_text) in PLAIN.items()}
-MAX_DEPTH = 100  # containers inside each other; so many always fit on Python's stack
+MAX_DEPTH = 100  # maximum nesting, which always fits on Python's stack
 
 
 def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Json:
-    """Return a value as JSON; `put` stores its tensors. Errors call the value by its `path`."""
+    """Return a value as JSON. `put` stores tensors; errors name the value by `path`."""
     if depth < 0:
-        raise ValueError(f"{path:.80} is nested in {MAX_DEPTH} containers, or contains itself.")
+        raise ValueError(f"{path:.80} is nested in {MAX_DEPTH} containers or contains itself.")
 
     def encode_child(child: object, key: object) -> Json:
         return encode(child, f"{path}.{escape(str(key))}", put, depth - 1)
 
     if isinstance(value, Tensor):
         return {"$": "tensor", "key": put(path, value)}
-    # The exact type: a subclass, such as a named tuple, would come back as its base class.
+    # The exact type: a subclass, such as a named tuple, would be decoded as the base class.
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -78,7 +77,7 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
         return {"$": kind.__name__, "value": to_text(value)}
     if kind is list:
         return [encode_child(each, i) for i, each in enumerate(value)]
-    # JSON would turn other keys into strings, and a key "$" has a meaning of ours.
+    # JSON converts other keys to strings, and "$" is reserved.
     if kind is dict and all(type(key) is str and key != "$" for key in value):
         return {key: encode_child(each, key) for key, each in value.items()}
     if kind in SEQUENCES.values():
@@ -88,7 +87,7 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
         pairs = []
         for i, (k, v) in enumerate(value.items()):
             pairs.append([encode_child(k, f"{i}, the key"), encode_child(v, i)])
-        # A defaultdict comes back as a dict: its factory is code.
+        # A defaultdict is decoded as a dict: the factory is code.
         name = "dict" if kind is defaultdict else kind.__name__
         return {"$": name, "items": pairs}
     if has_state(value):
@@ -97,47 +96,47 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
             state = dict(state)
         encoded = encode(state, path, put, depth - 1)
         return {"$": "state", "value": encoded}
-    # Subclasses of numbers and text, such as numpy's numbers, become Python's own.
+    # Subclasses of numbers and strings, such as numpy's numbers, become Python's types.
     for plain in (bool, int, float, str):
         if isinstance(value, plain):
             return encode(plain(value), path, put, depth)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return encode(value.item(), path, put, depth)
     raise TypeError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}. Save tensors, numbers, text, "
-        "containers of these, or objects with state_dict() and load_state_dict()."
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved. Save tensors, "
+        "numbers, text, containers of these, or objects with state_dict() and load_state_dict()."
     )
 
 
 class HasState(Protocol):
-    """An object whose state is saved, and loaded in place."""
+    """An object with a state to save and to load in place."""
 
     def state_dict(self) -> Any:
-        """Return its state."""
+        """Return the object's state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Continue from a state."""
+        """Load a state."""
 
 
 @dataclass(frozen=True)
 class RunObjects:
-    """The objects of a run, to save or to load into."""
+    """The objects of a run to save or to load into."""
 
     model: nn.Module | None
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[HasState]
-    values: Mapping[str, object]  # the user's, by name
+    values: Mapping[str, object]  # the user's values by name
 
 
 def has_state(value: object) -> TypeGuard[HasState]:
-    """Return whether the value is an object with a state of its own."""
+    """Return whether the value has state_dict and load_state_dict."""
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
 
 
 def check_has_state(what: str, value: object) -> HasState:
-    """Return the value, or raise TypeError if no state could be loaded in place."""
+    """Return the value. Raise TypeError if no state can be loaded in place."""
     if has_state(value):
         return value
     raise TypeError(
@@ -146,35 +145,35 @@ def check_has_state(what: str, value: object) -> HasState:
 
 
 def check_scheduler(value: object) -> HasState:
-    """Return the value, or raise TypeError if it is no scheduler."""
+    """Return the value. Raise TypeError if it is not a scheduler."""
     if isinstance(value, Optimizer | nn.Module):
         raise TypeError(
-            f"scheduler must be a scheduler, got {type(value).__name__}. Give a model as model=, "
+            f"scheduler must be a scheduler, got {type(value).__name__}. Pass a model as model= "
             "and an optimizer as optimizer=."
         )
     return check_has_state("scheduler", value)
 
 
 def check_value(name: str, value: object) -> None:
-    """Raise for a name or an object that belongs to another argument."""
+    """Raise TypeError for a name or an object that belongs to a different argument."""
     if name == "step":
-        raise TypeError(f"{name}= has a meaning of its own. Give this value another name.")
+        raise TypeError(f"{name}= is reserved. Use a different name for this value.")
     if isinstance(value, Optimizer):
-        raise TypeError(f"{name}= is an optimizer. Give all of them: optimizer=[first, second].")
+        raise TypeError(f"{name}= is an optimizer. Pass all: optimizer=[first, second].")
 
 
 def decode(meta: object, get: GetTensor) -> Any:
-    """Return the value that `encode` turned into JSON; an object comes back as its state dict."""
-    # JSON that `encode` never writes raises ValueError.
+    """Return the value that `encode` turned into JSON. Objects are returned as state dicts."""
+    # Raises ValueError for JSON that `encode` does not write.
     try:
         return _decode(meta, get)
-    # Constructors are called with whatever the file says.
+    # The constructors receive arbitrary content of the file.
     except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"the checkpoint has a value of no known form: {error!r:.200}.") from error
+        raise ValueError(f"the checkpoint has an invalid value: {error!r:.200}.") from error
 
 
 def _decode(meta: object, get: GetTensor) -> Any:
-    """Return a value of the JSON; tensors come from `get`, which reads them."""
+    """Return a value of the JSON. `get` reads tensors."""
 
     def decode_child(child: object) -> object:
         return _decode(child, get)
@@ -196,11 +195,11 @@ def _decode(meta: object, get: GetTensor) -> Any:
         return decode_child(meta["value"])
     if name in FROM_TEXT:
         return FROM_TEXT[name](meta["value"])
-    raise ValueError(f"the checkpoint has a value of unknown kind {name!r:.40}.")
+    raise ValueError(f"the checkpoint has a value of unknown type {name!r:.40}.")
 
 
 def tensor_key(meta: object) -> str | None:
-    """Return the key of the tensor that was encoded as this, or None if it was no tensor."""
+    """Return the key of an encoded tensor, or None for other values."""
     if isinstance(meta, dict) and meta.get("$") == "tensor":
         return str(meta["key"])
     return None
@@ -212,10 +211,10 @@ _ESCAPES = str.maketrans({"%": "%25", ".": "%2E", "/": "%2F"})
 
 
 def escape(key: str) -> str:
-    """Return a key of a dict, or the name of an entry, as part of a tensor's key."""
+    """Return a dict's key or an entry's name as part of a tensor's key."""
     return key.translate(_ESCAPES)
 
 
 def unescape(text: str) -> str:
-    """Return the key that `escape` was given."""
+    """Return the key that was passed to `escape`."""
     return text.replace("%2F", "/").replace("%2E", ".").replace("%25", "%")

@@ -1,17 +1,17 @@
-"""A save, step by step, in which no rank asks another what to write.
+"""The steps of a save.
 
-    collect     what this rank has, without copies; what it writes follows from its placements
-    copy        only with `wait=False`: to host memory, after which training goes on
-    write       its own file, and a receipt for rank 0: where the file has which tensors
-    publish     rank 0 has all receipts: each element is there once, so it writes the commit
-    end         rank 0's answer: every rank knows that the checkpoint exists, or why it does not
+    collect     this rank's tensors, without copies; the rank's share follows from placements
+    copy        only with `wait=False`: to host memory, so that training can continue
+    write       this rank's file; a receipt for rank 0 lists the tensors
+    publish     rank 0 checks all receipts, in which each element must occur once, and commits
+    end         rank 0 tells every rank that the checkpoint exists, or why it does not
 
-Receipt and answer travel through the store in which the ranks have met. So there is no collective,
-and nothing that a rank does grows with the number of ranks, but for rank 0's work in the
-background: one receipt for each rank. `Post` sends and reads these messages.
+Receipts and the final answer travel through the store of the ranks (`SaveMessages`). A save needs
+no collective. No work of a rank grows with the number of ranks, except that rank 0 reads a receipt
+of each rank in the background.
 
-A crash leaves either no commit, and the files are removed by a later save, or a commit, and the
-checkpoint is complete.
+A crash before the commit leaves files that a later save removes. After the commit the checkpoint is
+complete.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from manyhands.checkpoint._tensor_parts import (
 from manyhands.checkpoint._values import RunObjects, check_scheduler, check_value, encode, escape
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-VISIBLE_AFTER = 3.0  # seconds within which a network file system must show a new file
-CALL_TIMEOUT = 1800.0  # seconds for all ranks to call, if the group has no timeout
-SAY_AFTER = 40.0  # seconds after which a rank that waits for another's call says so
-PULSE = 5.0  # seconds between two signs of life of a rank that writes
-SILENCE = 60.0  # seconds without one after which a rank counts as dead
+VISIBLE_AFTER = 3.0  # seconds until a network file system shows a new file
+CALL_TIMEOUT = 1800.0  # seconds for all ranks to call mh.save, if the group has no timeout
+SAY_AFTER = 40.0  # seconds after which a waiting rank warns
+PULSE = 5.0  # seconds between heartbeats of a rank that writes
+SILENCE = 60.0  # seconds without a heartbeat after which a rank counts as dead
 EVERYWHERE = "Call it on every rank, not under `if rank == 0`."
-LINGER = 0.25  # seconds for the others to read the last answer, if rank 0 has the store and ends
+LINGER = 0.25  # seconds for other ranks to read the last answer from rank 0's store
 
 
 def begin_save(
@@ -73,51 +73,51 @@ def begin_save(
     options: dict[str, Any],
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Path, Callable[[], None]]:
-    """Do everything but the writing. Return the checkpoint's path, and the work that is left."""
-    # Unless `wait` is True, that work does not look at the model or the optimizer any more.
-    # `options` are `save`'s step, keep, wait and frozen.
-    post = Post.of(RankGroup.of(process_group))
+    """Do all of a save except for writing. Return the checkpoint's path and the remaining work."""
+    # With `wait=False`, the remaining work does not read the model or the optimizer. `options`
+    # contains step, keep, wait and frozen.
+    messages = SaveMessages.of(RankGroup.of(process_group))
     if isinstance(dist.group.WORLD, DryGroup):
         folder = DryFolder(folder.path)
-    save = Save(folder, post, options)
+    save = Save(folder, messages, options)
     try:
         save.collect(run)
     except Exception as error:
-        if post.size == 1:
+        if messages.size == 1:
             raise
         save.problem = error
     try:
-        save.name = post.begin(options["step"], folder)
-        save.token = post.token
+        save.name = messages.begin(options["step"], folder)
+        save.token = messages.token
         if save.problem is None:
             save.prepare(copy=not options["wait"])
     except Exception as error:
-        if not post.begun:  # nobody waits for this rank
+        if not messages.begun:  # no rank waits for this rank
             raise
         save.problem = save.problem or error
     if save.problem is not None:
-        save.finish()  # tells the others, and raises
+        save.finish()  # informs the other ranks and raises
     return folder.path / save.name, save.finish
 
 
 class Save:
-    """One save, on one rank."""
+    """A single save on a single rank."""
 
-    def __init__(self, folder: Folder, post: Post, options: dict[str, Any]) -> None:
+    def __init__(self, folder: Folder, messages: SaveMessages, options: dict[str, Any]) -> None:
         self.folder = folder
-        self.post = post
+        self.messages = messages
         self.options = options
         self.name = ""
         self.token = ""
         self.problem: Exception | None = None
-        self._facts: dict[str, Any] = dict(options)  # what all ranks must have alike
-        self._contents = Contents(post.savers)
-        self._described: dict[str, Any] = {}  # the model and so on, as JSON
+        self._facts: dict[str, Any] = dict(options)  # must be equal on all ranks
+        self._contents = Contents(messages.savers)
+        self._described: dict[str, Any] = {}  # model, optimizers, schedulers and values as JSON
         self._to_write: list[tuple[TensorEntry, Tensor]] = []
         self._table = Table(grids=[], slices={})
 
     def collect(self, run: RunObjects) -> None:
-        """Find out what this rank contributes to a checkpoint. Tensors are not copied."""
+        """Collect this rank's part of a checkpoint, without copying tensors."""
         contents = self._contents
         put = contents.put_of_first
         names = None
@@ -152,7 +152,7 @@ class Save:
             "schedulers": schedulers,
             "values": values,
         }
-        # Objects themselves cannot be compared.
+        # Objects cannot be compared, so their presence is.
         self._facts |= {
             "model": model is not None,
             "number of optimizers": len(optimizers),
@@ -161,7 +161,7 @@ class Save:
         }
 
     def prepare(self, *, copy: bool) -> None:
-        """Decide what this rank writes, and copy it if training goes on meanwhile."""
+        """Decide which slices this rank writes, and copy them if training continues meanwhile."""
         share = own_share(self._contents.tensors)
         self._table = table_of(share)
         self._facts["tensors"] = self._contents.alike()
@@ -173,15 +173,15 @@ class Save:
         self._contents.tensors.clear()
         for name, tensor in named.items():
             entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape))
-            if copy:  # on the CPU even for a GPU
+            if copy:  # to the CPU
                 tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu").copy_(tensor)
             self._to_write.append((entry, tensor))
-        # Wide types first: each tensor then begins at a multiple of its element size. Written from
-        # the end, so that each copy is freed then.
+        # Written in reverse order, so that copies are freed one by one: wide types first, which
+        # aligns each tensor to its element size.
         self._to_write.sort(key=lambda each: each[0].dtype.itemsize)
 
     def finish(self) -> None:
-        """Write, and wait until the checkpoint is complete; raise if any rank has failed."""
+        """Write, and wait until the checkpoint is complete. Raise if any rank failed."""
         receipt: dict[str, Any] = {"facts": self._facts, "table": self._table}
         try:
             if self.problem is None:
@@ -192,45 +192,45 @@ class Save:
             receipt["error"] = describe_error(self.problem)
         failed = ["RuntimeError", "stopped"]
         try:
-            if self.post.rank == 0:
+            if self.messages.rank == 0:
                 failed = self._publish(receipt)
-                self.post.end(failed)
+                self.messages.end(failed)
             else:
-                self.post.send(receipt)
-                failed = self.post.wait_for_end(self._is_published)
+                self.messages.send(receipt)
+                failed = self.messages.wait_for_end(self._is_published)
         finally:
             if self.name and failed:
-                self.folder.drop(self.name, file_name(self.post.rank, self.token))
+                self.folder.drop(self.name, file_name(self.messages.rank, self.token))
         if self.problem is not None:
             raise self.problem
         if failed:
             raise to_error(*failed)
 
     def _write_file(self) -> list[int]:
-        """Write this rank's file; return what the commit says of it."""
+        """Write this rank's file. Return the commit's entry for the file."""
         entries = [entry for entry, _ in reversed(self._to_write)]
-        sink = self.folder.create(self.name, file_name(self.post.rank, self.token))
+        sink = self.folder.create(self.name, file_name(self.messages.rank, self.token))
         with self._explain_no_room(sum(entry.nbytes for entry in entries)), sink as file:
             return _format.write(file, entries, lambda _: self._to_write.pop()[1])
 
     @contextmanager
     def _explain_no_room(self, needed: int) -> Iterator[None]:
-        """Say what does not fit if there is no room on the disk."""
+        """Explain an error that means that the disk is full."""
         try:
             yield
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             raise OSError(
-                f"there is no room for the checkpoint in {self.folder.path} (or a quota, or a "
-                f"limit of files or their size, is reached): this rank has {needed:,} bytes to "
-                "write. Earlier checkpoints are unchanged."
+                f"the checkpoint does not fit into {self.folder.path} (the disk is full, or a "
+                f"quota or file limit is reached): this rank writes {needed:,} bytes. Earlier "
+                "checkpoints are unchanged."
             ) from error
 
     def _publish(self, receipt: dict[str, Any]) -> list[str]:
-        """Make the files a checkpoint, on rank 0; return the error if that cannot be done."""
+        """Complete the checkpoint on rank 0. Return the error if this fails."""
         try:
-            receipts = self.post.gather(receipt)
+            receipts = self.messages.gather(receipt)
             failed = [rank for rank, each in enumerate(receipts) if "error" in each]
             if failed:
                 name, message = receipts[failed[0]]["error"]
@@ -239,29 +239,29 @@ class Save:
             facts = [each["facts"] for each in receipts]
             if facts.count(facts[0]) < len(facts):
                 raise_if_different(facts, advice)
-            if isinstance(self.folder, DryFolder):  # which slices the others have is not known
+            if isinstance(self.folder, DryFolder):  # the other ranks' slices are unknown
                 return []
             self._commit([each["file"] for each in receipts], [each["table"] for each in receipts])
         except Exception as error:
             self.problem = self.problem or error
             return describe_error(error)
-        self.folder.prune(self.options["keep"])  # last: the old ones stay until the new is complete
+        self.folder.prune(self.options["keep"])  # last: until now the new one was incomplete
         return []
 
     def _commit(self, files: list[list[int]], tables: list[Table]) -> None:
-        """Write the commit, once rank 0 sees the file of every rank."""
+        """Write the commit once rank 0 sees every rank's file."""
         from manyhands._version import __version__
 
         table = merge_tables(tables)
-        find_tensors(table, len(files))  # raises unless every element is there once
+        find_tensors(table, len(files))  # raises unless each element occurs exactly once
         expected = {file_name(rank, self.token): file[0] for rank, file in enumerate(files)}
         deadline = time.monotonic() + VISIBLE_AFTER
         while missing := expected.items() - self.folder.sizes(self.name).items():
             if time.monotonic() > deadline:
                 self.folder.check_ours(self.name, self.token)
                 raise ValueError(
-                    f"{min(missing)[0]}, which its rank has written, is not in "
-                    f"{self.folder.path / self.name} on rank 0. Give a path that all ranks share."
+                    f"rank 0 does not see {min(missing)[0]} in {self.folder.path / self.name}, "
+                    "although another rank has written it. Pass a path that all ranks share."
                 )
             time.sleep(0.05)
         commit = Commit(
@@ -278,7 +278,7 @@ class Save:
             self.folder.publish(self.name, self.token, text)
 
     def _is_published(self) -> bool:
-        """Return whether the files of this save are a checkpoint, as far as this rank can see."""
+        """Return whether this rank sees the complete checkpoint."""
         first = file_name(0, self.token)
         return self.folder.has_commit(self.name) and first in self.folder.sizes(self.name)
 
@@ -286,16 +286,18 @@ class Save:
 # -- messages --------------------------------------------------------------------------------------
 
 
-_posts: weakref.WeakKeyDictionary[Store, dict[Sequence[int], Post]] = weakref.WeakKeyDictionary()
+_messages: weakref.WeakKeyDictionary[Store, dict[Sequence[int], SaveMessages]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-class Post:
-    """The messages of saves between these ranks, through a connection to the store of their own.
+class SaveMessages:
+    """Messages of saves between the ranks, through a separate connection to the store.
 
-    A save has a token, by which its messages and files are known. Rank 0 gives it: that of the
-    first save under a name of its own, and each later one with the answer to the save before. The
-    number of the next checkpoint in the same folder follows. So a rank gets one message for each
-    save, the answer, and sends one, its receipt.
+    The token of a save identifies its messages and files. Rank 0 publishes the token of the first
+    save under a fixed key; each answer contains the token of the next save. The number of the next
+    checkpoint in a folder increases by one. So each rank receives a single message per save, the
+    answer, and sends one, the receipt.
     """
 
     def __init__(self, savers: Savers, store: Store | None = None, patience: float = 0.0) -> None:
@@ -303,41 +305,41 @@ class Post:
         self.rank = savers.rank
         self.size = savers.size
         self.token = ""
-        self.begun = False  # whether this rank has the token, and the others wait for its receipt
+        self.begun = False  # whether other ranks wait for this rank's receipt
         self._patience = patience
-        self._next: dict[Path, int] = {}  # the number of the next checkpoint in a folder
-        self._box = MessageBox(store)  # of this save
-        self._old: MessageBox | None = None  # of the save before
+        self._next: dict[Path, int] = {}  # by folder: the number of the next checkpoint
+        self._box = MessageBox(store)  # messages of this save
+        self._old: MessageBox | None = None  # messages of the previous save
         self._began = 0.0
         self._warned = False
         self._monitor = HeartbeatMonitor(SILENCE)
-        self._done = threading.Event()  # set once a rank need not show any more that it lives
+        self._done = threading.Event()  # set when this rank's heartbeats may end
         if store is not None:
             self._presence = Presence(store)
             ranks = sha256(",".join(map(str, savers.ranks)).encode()).hexdigest()[:16]
             prefix = f"manyhands/save/{ranks}/"
-            # A store may outlive a process group, and have messages of an earlier one.
+            # A store may outlive a process group, including old messages.
             serial = MessageBox(store, prefix).count(str(self.rank), 1)
-            self._all = MessageBox(store, f"{prefix}{serial}/")  # of all saves
+            self._all = MessageBox(store, f"{prefix}{serial}/")  # messages for all saves
 
     @classmethod
-    def of(cls, ranks: RankGroup) -> Post:
-        """Return the messages of these ranks, the same ones for every save."""
+    def of(cls, ranks: RankGroup) -> SaveMessages:
+        """Return the messages of these ranks, the same object for every save."""
         if ranks.size == 1:
             return cls(Savers())
         store = _get_default_store()
         savers = Savers.of(ranks)
-        posts = _posts.setdefault(store, {})
-        if savers.ranks not in posts:
+        known = _messages.setdefault(store, {})
+        if savers.ranks not in known:
             patience = ranks._timeout.total_seconds() if ranks._timeout else CALL_TIMEOUT
-            # A request that waits must not keep the program's own from going through.
+            # A waiting request must not block the program's own requests.
             own: Store = store.clone()  # type: ignore[attr-defined]
-            kind = DryPost if dry_group() else cls
-            posts[savers.ranks] = kind(savers, own, patience)
-        return posts[savers.ranks]
+            kind = DryMessages if dry_group() else cls
+            known[savers.ranks] = kind(savers, own, patience)
+        return known[savers.ranks]
 
     def begin(self, step: int | None, folder: Folder) -> str:
-        """Return the name of the checkpoint in its folder."""
+        """Return the name of the checkpoint in the folder."""
         self._began = time.monotonic()
         self._warned = False
         self.begun = False
@@ -364,7 +366,7 @@ class Post:
         return folder.name_of(number, step)
 
     def _begin_as_first(self, number: int | None, step: int | None, folder: Folder) -> int:
-        """Begin on rank 0, and tell the others the number and, once, the token."""
+        """Begin on rank 0: publish the number and, for the first save, a token."""
         first = not self.token
         self.begun = True
         if first:
@@ -384,7 +386,7 @@ class Post:
         return number
 
     def send(self, receipt: dict[str, Any]) -> None:
-        """Send rank 0 this rank's receipt."""
+        """Send this rank's receipt to rank 0."""
         self._done.set()
         self._box.put(f"receipt/{self.rank}", json.dumps(receipt))
 
@@ -399,7 +401,7 @@ class Post:
         return receipts
 
     def _check_called(self, first: int) -> None:
-        """Find out, on rank 0, whether the ranks from this one on have called."""
+        """Check on rank 0 whether the ranks from `first` on have called mh.save."""
         absent = []
         for rank in range(first, self.size):
             if not (self._box.has(f"receipt/{rank}") or self._box.has(f"alive/{rank}")):
@@ -411,25 +413,25 @@ class Post:
             self._check_alive(first)
 
     def end(self, failed: list[str]) -> None:
-        """Tell all ranks how the save has ended, on rank 0."""
+        """Publish the result of the save on rank 0."""
         self._done.set()
         after = new_token()
         if self.size > 1:
             self._box.put("end", json.dumps([failed, after]))
             atexit.unregister(_linger)
             atexit.register(_linger, time.monotonic() + LINGER + self.size / 1000)
-            # All have read the answer to the save before if their receipts came, which was later.
+            # Each receipt shows that the rank has read the previous answer.
             if self._old is not None and not failed:
                 self._old.delete("end")
             self._old = self._box
         self._prepare_next(failed, after)
 
     def wait_for_end(self, is_published: Callable[[], bool]) -> list[str]:
-        """Return how the save has ended: the kind and the message of an error, or nothing."""
+        """Return the result of the save: the type and message of an error, or an empty list."""
         try:
             failed, after = json.loads(self._wait(self._box, "end", self._check_rank_0))
         except dist.DistNetworkError:
-            # The store may have ended with rank 0, which was done.
+            # Rank 0 may have finished and ended together with the store.
             if is_published():
                 return []
             raise
@@ -437,7 +439,7 @@ class Post:
         return list(failed)
 
     def _check_rank_0(self) -> None:
-        """Wait on as long as rank 0 lives: it gives up for all, and says why."""
+        """Check that rank 0 lives. Rank 0 decides for all ranks when to give up."""
         if not self._box.has("begun"):
             self._miss([0])
             return
@@ -455,7 +457,7 @@ class Post:
     # -- who is there --------------------------------------------------------------------------
 
     def _check_alive(self, rank: int) -> None:
-        """Raise RuntimeError if a rank has ended, or has shown no life for too long."""
+        """Raise RuntimeError if a rank has ended or sends no heartbeats."""
         count = int(self._box.read(f"alive/{rank}") or 0)
         self._monitor.observe({f"{self.token}/{rank}": count}, time.monotonic())
         ended = False
@@ -465,15 +467,15 @@ class Post:
             problem = f"rank {rank} has ended while it saved."
         elif self._monitor.silent:
             problem = (
-                f"rank {rank} has not been heard of for {SILENCE:g} s while it saved. Has its "
-                "process ended?"
+                f"rank {rank} has sent no heartbeat for {SILENCE:g} s while it saved. Check "
+                "whether its process has ended."
             )
         else:
             return
-        raise RuntimeError(f"{problem} This checkpoint is dropped; earlier ones are unchanged.")
+        raise RuntimeError(f"{problem} This checkpoint is discarded; earlier ones are unchanged.")
 
     def _miss(self, absent: Sequence[int]) -> None:
-        """Raise if ranks that have not called will not, or have not for long; or warn."""
+        """Raise if absent ranks have ended or waiting took too long. Otherwise warn once."""
         names = name_ranks(absent)
         text = f"rank {self.rank} has called mh.save, and"
         if self._presence.may_look():
@@ -485,13 +487,13 @@ class Post:
         self._warn_of(names)
 
     def _warn_of(self, names: str) -> None:
-        """Warn, once in a while of waiting, that some ranks have not called."""
+        """Warn once per save that some ranks have not called."""
         waited = time.monotonic() - self._began
         if waited > SAY_AFTER and not self._warned:
             self._warned = True
             warn(
                 f"rank {self.rank} has called mh.save, and {names} not for {waited:.0f} s. "
-                f"{EVERYWHERE} (This rank waits for {self._patience:g} s in all.)"
+                f"{EVERYWHERE} (This rank waits for a total of {self._patience:g} s.)"
             )
 
     def _use(self, token: str) -> None:
@@ -501,22 +503,22 @@ class Post:
             self._box = MessageBox(self._all.store, f"{self._all.prefix}{token}/")
 
     def _wait(self, box: MessageBox, key: str, check: Callable[[], None]) -> str:
-        """Return a message. If it takes long to come, `check` now and then whether to go on."""
+        """Wait for a message. Call `check` from time to time, which raises to stop waiting."""
         text = box.wait_for(key, min(SAY_AFTER, self._patience) / 2)
         while not text:
             try:
                 check()
             except RuntimeError:
-                if not box.has(key):  # else it has come meanwhile, as the last word of a rank
+                if not box.has(key):  # it may have arrived meanwhile
                     raise
-            # Not one long request: gloo's store prints a warning when that ends.
+            # Not a single long request: gloo's store prints a warning when a request times out.
             time.sleep(min(0.5, self._patience / 20))
             text = box.read(key)
         return text
 
 
-class DryPost(Post):
-    """The messages in a dry run. Those that would come from other ranks are like this one's."""
+class DryMessages(SaveMessages):
+    """Messages in a dry run: other ranks' messages are assumed to equal this rank's."""
 
     def __init__(self, savers: Savers, store: Store, patience: float) -> None:
         super().__init__(savers, store, patience)
@@ -540,5 +542,5 @@ class DryPost(Post):
 
 
 def _linger(until: float) -> None:
-    """Keep the store at the end of rank 0's process, for ranks that still read the answer."""
+    """Keep the store alive at exit of rank 0 while other ranks read the answer."""
     time.sleep(max(until - time.monotonic(), 0.0))

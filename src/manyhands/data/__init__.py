@@ -1,15 +1,15 @@
-"""Give each sample once in an epoch, across restarts and changes of workers: `Cursor`.
+"""Give each sample once per epoch, across restarts and changes of workers: `Cursor`.
 
-A step's samples pass through the files in this order; below `Cursor` they are integers.
+The samples of a step pass through the files in this order. Below `Cursor` they are integers.
 
-    _ledger.py   which positions are free, held by a worker, or committed
+    _ledger.py   free, held and committed positions
     _order.py    from positions to samples: an epoch's permutation, `DataShards`
-    _rules.py    what a position refers to: the arguments, checked, and equal on all ranks
-    _account.py  the ledger as one worker knows it, and what this worker took since the last commit
-    _plan.py     steps divided among ranks and passes, as torch's loader asks for them
-    _cursor.py   `BaseCursor` and `MapCursor`: the loop over all of this
+    _rules.py    the arguments, checked and equal on all ranks
+    _account.py  a worker's ledger, and samples since the last commit
+    _plan.py     divide steps among ranks and passes, for torch's loader
+    _cursor.py   `BaseCursor` and `MapCursor`: the loop
     _stream.py   `StreamCursor`: the loop over shards whose samples have no index
-    _make.py     `Cursor` chooses one of them
+    _make.py     `Cursor` selects the class
 """
 
 from manyhands.data._cursor import BaseCursor, MapCursor

@@ -1,12 +1,11 @@
-"""Keep one worker's view of an epoch: the shared ledger, and the samples taken since.
+"""Track a worker's view of an epoch: shared ledger, and samples since the last commit.
 
     held ── add_to_step ──▶ in a step ── step ──▶ taken ── commit ──▶ committed
 
-The next sync round brings each worker's `taken` to the others. Then all of them commit what each
-one took, and hand out the rest again. So a worker that dies has committed nothing since the
-last round, and the other workers get the samples that it held.
+A sync round exchanges the workers' `taken`. Then all workers commit these samples and divide the
+rest again. So the samples of a worker that dies after the last round go to the other workers.
 
-Everything here is plain values: no tensors, no process group.
+This module uses plain values: no tensors, no process groups.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from manyhands.data._rules import Rules
 
 
 class SavedAccount(TypedDict):
-    """What a joiner receives of another member's account."""
+    """The state of an account for a joiner."""
 
     rules: Rules
     ledger: dict[str, Any]
@@ -29,23 +28,23 @@ class SavedAccount(TypedDict):
 
 
 class Account:
-    """One worker's account."""
+    """A worker's account."""
 
     def __init__(self) -> None:
-        self.rules: Rules | None = None  # None: no worker has a cursor, as far as this one knows
+        self.rules: Rules | None = None  # None: no worker is known to have a cursor
         self.ledger = Ledger(0)
-        self.committed_at = 0  # the step up to which samples are committed
+        self.committed_at = 0  # the step of the last commit
         self.taken = 0  # samples of the steps since then
-        # Samples and steps that the loop was given since its last optimizer step.
+        # Samples and steps that the loop has received since the last optimizer step.
         self._in_step = (0, 0)
-        # Steps that this worker had left at that step; None: more than have been handed out.
+        # Steps that this worker had left at that step. None: more samples can be assigned.
         self._steps_left: int | None = None
-        self.due = False  # whether what is left has to be handed out again
-        self.received = False  # whether they came from a member, and no cursor was made here yet
-        self.changes = 0  # counts all that may change what this worker holds
+        self.due = False  # whether the rest must be divided again
+        self.received = False  # whether a member sent the state and no cursor was created here
+        self.changes = 0  # counts changes that may affect this worker's positions
 
     def begin(self, rules: Rules, ledger: Ledger, step: int = 0) -> None:
-        """Begin with this ledger, new or saved, at this step, with nothing taken since."""
+        """Start with a new or saved ledger at this step."""
         self.rules = rules
         self.ledger = ledger
         self.committed_at = step
@@ -61,16 +60,16 @@ class Account:
 
     @property
     def in_step(self) -> int:
-        """Samples that the loop was given since its last step."""
+        """Samples that the loop has received since the last step."""
         return self._in_step[0]
 
     def add_to_step(self, samples: int) -> None:
-        """Count this worker's samples of a whole step: the loop has them now."""
+        """Count this worker's samples of a step on receipt by the loop."""
         in_step, steps = self._in_step
         self._in_step = (in_step + samples, steps + 1)
 
     def step(self) -> None:
-        """Count an optimizer step: the loop has trained on what it was given."""
+        """Count an optimizer step, which trains the received samples."""
         samples, steps = self._in_step
         self.taken += samples
         if self._steps_left is not None:
@@ -78,13 +77,13 @@ class Account:
         self._in_step = (0, 0)
 
     def forget_step(self) -> None:
-        """Take back what the loop was given since its last step: it will not train on it."""
+        """Discard received samples that the loop will not train."""
         self._in_step = (0, 0)
 
     # -- all workers together ------------------------------------------------------------------
 
     def commit(self, taken: Mapping[int, int], own: int, step: int = 0) -> None:
-        """As a round is kept: commit what each worker took up to this step; `own` is our number."""
+        """Commit the samples of each worker up to this step. `own` is this worker's number."""
         if self.rules is None:
             return
         self.ledger = self.ledger.commit(taken)
@@ -93,11 +92,11 @@ class Account:
         self._change(due=True)
 
     def hand_out(self, steps: Mapping[int, int], since: int = 0, own: int | None = None) -> None:
-        """If it is due, hand out what is left to the workers of `steps`.
+        """If due, divide the rest among the workers of `steps`.
 
-        Each gets positions for this number of steps, and for those that it loads ahead. The samples
-        of the `since` steps since the last commit stay with their workers. If workers take
-        different numbers of steps, `own` is the number of this worker.
+        Each worker receives positions for this number of steps, and for steps that it loads ahead.
+        Samples of the `since` steps after the last commit stay with their workers. If workers take
+        different numbers of steps, `own` is this worker's number.
         """
         if self.rules is None or not self.due:
             return
@@ -125,8 +124,9 @@ class Account:
             self._steps_left = max(0, -(-max(amounts, default=0) // batch))
 
     def _own_steps_left(self, amounts: list[int], workers: int, own: int) -> int:
-        """Return the number of steps of this worker on the last samples of the epoch."""
-        # Either every worker takes at least one step or none does, because all hold the next round.
+        """Return this worker's number of steps on the last samples of the epoch."""
+        # Either every worker takes a step or no worker does, because all take part in the next
+        # round.
         assert self.rules is not None
         batch = self.rules["batch"]
         left = count(self.ledger.held_by(own)) - self.taken
@@ -136,10 +136,10 @@ class Account:
         return max(-(-left // batch), 1 if amounts and not self.taken else 0)
 
     def to_plan(self, number: int) -> tuple[Spans, int | None]:
-        """Return what a worker holds beyond what its loop was given, and the steps that it is for.
+        """Return a worker's positions after the loop's positions, and the number of steps.
 
-        None: as many steps as it fills. A number: these are the last samples of the epoch, and the
-        worker takes this many steps, of which the last may be short, or empty.
+        None means that the positions limit the steps. A number means the last samples of the epoch;
+        the last step may then be short or empty.
         """
         samples, steps = self._in_step
         spans = take(self.ledger.held_by(number), self.taken + samples)[1]
@@ -148,7 +148,7 @@ class Account:
         return spans, self._steps_left - steps
 
     def next_epoch(self, step: int = 0) -> None:
-        """Begin the next epoch. Everything that was taken in this one counts as committed."""
+        """Start the next epoch. All samples of this epoch count as committed."""
         assert self.rules is not None
         self.begin(self.rules, self.ledger.next_epoch(), step)
 
@@ -160,7 +160,7 @@ class Account:
         return float(zlib.crc32(text.encode()))
 
     def saved(self) -> SavedAccount | None:
-        """Return what a joiner needs; None without a cursor."""
+        """Return the state for a joiner. None: this worker has no cursor."""
         if self.rules is None:
             return None
         return {
@@ -170,7 +170,7 @@ class Account:
         }
 
     def load(self, saved: SavedAccount | None) -> None:
-        """As a joiner: take over the ledger that another member has sent."""
+        """Load the state that a member has sent to this joiner."""
         if saved is not None:
             self.begin(saved["rules"], Ledger.of(saved["ledger"]), saved["committed_at"])
             self.received = True

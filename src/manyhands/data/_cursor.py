@@ -1,16 +1,16 @@
-"""Load batches from a position in an epoch that belongs to the run, and not to a rank.
+"""Load batches from a position in an epoch. The position belongs to the run, not to a rank.
 
-    the plan    says which samples each pass of this rank has (`_plan.py`)
-    _fetch      takes batches from torch's loader, which may be many passes ahead of the loop
-    _begin      hands one batch to the loop
-    the step    commits what the loop was given; a batch that was only fetched does not count
+    the plan       the samples of each pass of this rank (`_plan.py`)
+    _fetch         takes batches from torch's loader, which may be many passes ahead
+    begin_batch    counts a batch when the loop receives it
+    the step       commits the batches of the loop; batches that were only fetched do not count
 
-There are two kinds of run:
+There are two types of runs:
 
-    in step     all ranks take each step together (DDP, ZeRO, FSDP). They are one worker, which
-                commits after every step. Every rank knows the whole ledger, so nothing is sent
-    in blocks   each worker of `Blocks` takes steps of its own, and all commit in a sync round. The
-                number of samples that each one took is in its note (`blocks/_samples.py`)
+    in step     all ranks take each step together (DDP, ZeRO, FSDP) and form a single worker, which
+                commits after every step. Every rank knows the complete ledger, without messages
+    in blocks   each worker of `Blocks` takes separate steps, and all commit in a sync round. The
+                worker's report contains its number of samples (`blocks/_samples.py`)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from manyhands.scaling._weighted_mean import WeightedMean
 
 
 class CursorBlocks(Protocol):
-    """What a cursor asks of blocks: the `SampleRounds` of `blocks/_samples.py`."""
+    """The interface of blocks for a cursor: `SampleRounds` in `blocks/_samples.py`."""
 
     @property
     def account(self) -> Account:
@@ -57,16 +57,16 @@ class CursorBlocks(Protocol):
         """This worker's number."""
 
     def begin(self, rules: Rules, ledger: Ledger) -> None:
-        """As a cursor is made: begin with this ledger, or go on with the run's, if it has one."""
+        """Register a new cursor: start with this ledger, or continue with the run's ledger."""
 
     def load(self, rules: Rules, ledger: Ledger) -> None:
-        """As a cursor loads a state: go on with the saved ledger."""
+        """Continue with a saved ledger."""
 
     def next_epoch(self) -> None:
-        """Begin the next epoch. All workers do so after equally many steps."""
+        """Start the next epoch. All workers call it after the same number of steps."""
 
     def synchronize(self) -> None:
-        """Hold a sync round. All workers do so after equally many steps."""
+        """Run a sync round. All workers call it after the same number of steps."""
 
 
 class BaseCursor:
@@ -96,16 +96,17 @@ class BaseCursor:
             self._blocks = _find_blocks(optimizer)
             ranks = gradient_ranks(optimizer)
             if self._blocks is None:
-                # The innermost optimizer: whatever is wrapped around it calls its `step`.
+                # The innermost optimizer, which all wrappers step.
                 innermost = unwrap(optimizer, every_layer=True)[-1]
-                # Weak: an optimizer must not keep a cursor, its loader and its processes alive.
+                # A weak reference: the optimizer must not keep the cursor, loader and processes
+                # alive.
                 handle = innermost.register_step_post_hook(weak_hook(self._commit))
                 weakref.finalize(self, handle.remove)
         self._ranks = ranks or RankGroup.of(group)
         self._optimizer = optimizer
-        self._now: Pass | None = None  # the pass that the loop has
-        self._mean: WeightedMean | None = None  # of the step under way
-        self._mean_due = False  # whether `mean` was not called yet for the present batch
+        self._now: Pass | None = None  # the current pass of the loop
+        self._mean: WeightedMean | None = None  # of the current step
+        self._mean_due = False  # whether the current batch still needs `mean`
         self._warned = False
         self._iterated = False
 
@@ -113,29 +114,29 @@ class BaseCursor:
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0 on."""
+        """The current epoch, starting at 0."""
         raise NotImplementedError
 
     @property
     def position(self) -> int:
-        """The samples of the epoch that count as trained on, on all workers together."""
+        """The number of trained samples in the epoch, over all workers."""
         raise NotImplementedError
 
-    # Read-only: other code may ask a loader for these, and a change would reach no loader.
+    # Read-only attributes for code that expects a DataLoader.
 
     @property
     def batch_size(self) -> int:
-        """The samples of a step: of all ranks together, or in blocks of one worker."""
+        """The number of samples per step, over all ranks, or in blocks of a single worker."""
         return self._batch
 
     @property
     def dataset(self) -> Any:
-        """The dataset or the stream that was given."""
+        """The dataset or the stream."""
         return self._dataset
 
     @property
     def num_workers(self) -> int:
-        """The number of this rank's processes that load samples; 0: the process that trains."""
+        """The number of this rank's loader processes. 0 loads in the training process."""
         return self._num_workers
 
     @property
@@ -145,31 +146,31 @@ class BaseCursor:
 
     @property
     def collate_fn(self) -> Any:
-        """The function that makes a batch of a list of samples."""
+        """The function that combines a list of samples into a batch."""
         return self._collate_fn
 
     @property
     def passes(self) -> int:
-        """Backward passes in the present step, on every rank; 1 without `max_local_batch_size`."""
+        """The number of backward passes in the current step on every rank."""
         return self._usual_passes if self._now is None else len(self._now.counts)
 
     @property
     def last_pass(self) -> bool:
-        """Whether the optimizer steps after the present batch."""
+        """Whether the optimizer steps after the current batch."""
         return self._now is None or self._now.last
 
     @property
     def samples(self) -> int:
-        """The samples of the present batch; 0 if it is there only to fill a short step."""
+        """The number of samples in the current batch. 0 means a filler with weight zero."""
         return 0 if self._now is None else self._now.samples
 
     def mean(self, loss_sum: Tensor) -> Tensor:
-        """Return the present batch's part of the step's mean loss, for `backward()`.
+        """Return the current batch's contribution to the step's mean loss, for `backward()`.
 
-        Call it once for each batch with the sum of its samples' losses. The step's loss is then
-        the mean over all its samples, on all ranks and in all passes, even if some batches have
-        fewer samples than others, or none. A scaling rule in the optimizer takes the numbers into
-        account. Do not divide the loss by anything else. This is no collective.
+        Call it once per batch with the sum of the samples' losses. The step's loss is then the mean
+        over all samples of all ranks and passes, even if some batches are smaller or empty. A
+        scaling rule in the optimizer receives the sample counts. Do not divide the loss by any
+        other number. This is not a collective.
         """
         now = self._now
         if now is not None and self._mean_due and now.index == 0:
@@ -182,7 +183,7 @@ class BaseCursor:
             )
         if not self._mean_due or self._mean is None:
             raise RuntimeError(
-                "mean() belongs to a batch: call it once for each, inside `for batch in cursor:`."
+                "mean() needs a batch: call it once per batch inside `for batch in cursor:`."
             )
         self._mean_due = False
         return self._mean(loss_sum)
@@ -190,7 +191,7 @@ class BaseCursor:
     # -- the loop ------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches of the rest of the epoch."""
+        """Yield this rank's remaining batches of the epoch."""
         with self._iteration():
             for batch in self._steps():
                 yield batch
@@ -198,9 +199,9 @@ class BaseCursor:
 
     @contextmanager
     def _iteration(self) -> Iterator[None]:
-        """Open one loop over the epoch, from the position that all ranks have; one at a time."""
+        """Run a loop over the epoch from the common position. Only a single loop may run."""
         if self._iterated:
-            raise RuntimeError("this Cursor is iterated already. Make another for another loop.")
+            raise RuntimeError("this Cursor is in use by a loop. Create a Cursor for each loop.")
         self._iterated = True
         try:
             yield
@@ -211,26 +212,26 @@ class BaseCursor:
             self._mean_due = False
 
     def ahead(self) -> AbstractContextManager[Iterator[Any]]:
-        """Give the batches to a caller that keeps some ready for its loop, as `Ramp` does.
+        """Pass the batches to a caller that buffers batches for its loop, such as `Ramp`.
 
-        The caller calls `begin_batch` for each batch when the loop gets it.
+        The caller calls `begin_batch` when its loop receives a batch.
         """
         raise ValueError("a Ramp needs a Cursor over a dataset with a length, not over a stream.")
 
     def begin_batch(self) -> Pass:
-        """Count a batch as the loop gets it (more may be loaded already), and return its pass."""
+        """Count a batch when the loop receives it. Return the pass."""
         raise NotImplementedError
 
     def _steps(self) -> Iterator[Any]:
-        """Yield the batches, each as `_now`, and then begin the next epoch."""
+        """Yield the batches, setting `_now` for each, and then begin the next epoch."""
         raise NotImplementedError
 
     def _commit(self) -> None:
-        """Commit what the loop was given: all ranks have taken a step."""
+        """Commit the batches of the loop after all ranks have stepped."""
         raise NotImplementedError
 
     def _check_weighted(self) -> None:
-        """Warn once if a step is divided unevenly and the loop has not called `mean` for it."""
+        """Warn once if a step is divided unevenly but the loop does not call `mean`."""
         now = self._now
         if self._mean_due and now is not None and now.uneven and not self._warned:
             self._warned = True
@@ -243,17 +244,17 @@ class BaseCursor:
     # -- saving --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in plain values, for any number of ranks. Call it on every rank."""
+        """Return the position as plain values, for any number of ranks. Call it on every rank."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Continue after the last sample that was trained on. Load the same on every rank.
+        """Continue after the last trained sample. Load the same state on every rank.
 
         A worker that has just joined a crew keeps the crew's position.
         """
         if self._iterated:
             raise RuntimeError(
-                "this Cursor is iterated, and cannot go to another position: load it before."
+                "this Cursor is in use by a loop. Load its state before the loop starts."
             )
         self._continue_from(state_dict)
 
@@ -298,8 +299,8 @@ class MapCursor(BaseCursor):
         self._usual_passes = number_of_passes(self._batch, self._ranks.size, most)
         shards = dataset if isinstance(dataset, DataShards) else None
         self._plan = LoaderPlan(self._rules, self._account, self._number, self._ranks, most, shards)
-        # A separate generator: torch's loader draws from it, and a resumed run must draw from
-        # the default one as often as a run that was not interrupted.
+        # A separate generator, because torch's loader draws numbers: a resumed run must draw as
+        # often from the default generator as an uninterrupted run.
         self._generator = None if "generator" in options else torch.Generator()
         options.setdefault("generator", self._generator)
         self._loader = loader(dataset, batch_sampler=self._plan, **options)
@@ -322,7 +323,7 @@ class MapCursor(BaseCursor):
         return self._account.ledger.committed
 
     def __len__(self) -> int:
-        """Return the number of batches of each rank in an epoch, if one worker takes all of it."""
+        """Return the number of batches per rank in an epoch with a single worker."""
         return len(self._plan)
 
     # -- the loop ------------------------------------------------------------------------------
@@ -337,12 +338,12 @@ class MapCursor(BaseCursor):
     def ahead(self) -> Iterator[Iterator[Any]]:
         if self._blocks is not None:
             raise ValueError(
-                "in blocks a Cursor hands out each block's samples before it begins, so a Ramp "
-                "cannot change the batch. Give the Ramp a DataLoader of this worker's samples."
+                "a Ramp cannot change the batch of a Cursor in blocks, which assigns the samples "
+                "before each block. Pass the Ramp a DataLoader of this worker's samples."
             )
         if not self._one_pass:
             raise ValueError(
-                "a Ramp decides how many passes a step has: make the Cursor without "
+                "a Ramp sets the number of passes per step. Create the Cursor without "
                 "max_local_batch_size."
             )
         with self._iteration():
@@ -350,8 +351,8 @@ class MapCursor(BaseCursor):
             self._end_epoch()
 
     def _fetch(self) -> Iterator[Any]:
-        """Yield this rank's batches as they are loaded; `begin_batch` counts what the loop gets."""
-        # What an earlier loop was given, but has not trained on, comes again.
+        """Yield this rank's batches as they are loaded. `begin_batch` counts received batches."""
+        # Batches of an earlier loop that were not trained are repeated.
         self._account.forget_step()
         if self._blocks is None:
             agree(self._ranks, {"position": self._account.ledger.state()}, ADVICE)
@@ -360,7 +361,7 @@ class MapCursor(BaseCursor):
         end = object()
         while True:
             if self._plan.has_changed():
-                batches = None  # another worker may hold the samples that it has loaded
+                batches = None  # a different worker may hold the loaded samples
             if batches is None:
                 batches = self._load()
             batch = next(batches, end)
@@ -370,24 +371,24 @@ class MapCursor(BaseCursor):
             if self._blocks is None or self._account.ledger.left == 0:
                 return
             if self._plan.has_more:
-                batches = None  # more was handed out since the loader had asked for the last pass
+                batches = None  # samples were added after the loader asked for the last pass
                 continue
             if self._plan.steps_left is None:
                 raise RuntimeError(
-                    "the samples handed out for a block are used up: a step took more than one "
-                    "batch. Give a step's samples as batch_size, and the most that fit into one "
-                    "pass as max_local_batch_size."
+                    "the block has no samples left, because a step took more than one batch. Pass "
+                    "the samples per step as batch_size, and the maximum samples per pass as "
+                    "max_local_batch_size."
                 )
-            # All workers come here after equally many steps. If one of them has died, the samples
-            # that it held are handed out again in this round.
+            # All workers reach this line after equal numbers of steps. If a worker has died, this
+            # round reassigns the worker's samples.
             changes = self._account.changes
             self._blocks.synchronize()
             if self._account.changes == changes:
-                return  # with drop_last: what is left does not fill a batch
+                return  # drop_last: the remaining samples do not fill a batch
             batches = None
 
     def _load(self) -> Iterator[Any]:
-        """Start torch's loader from the present position."""
+        """Start torch's loader at the current position."""
         if self._generator is not None:
             ranks = (self._number, self._ranks.rank)
             text = f"{self._rules['seed']} {self.epoch} {self.position} {ranks}"
@@ -411,11 +412,11 @@ class MapCursor(BaseCursor):
         account.step()
         if account.taken:
             account.commit({self._number: account.taken}, self._number)
-            account.due = False  # no other worker holds samples
+            account.due = False  # there are no other workers
             self._plan.keep()
 
     def _end_epoch(self) -> None:
-        """Begin the next epoch, as a loop has trained on all that was left of this one."""
+        """Start the next epoch."""
         if self._blocks is None:
             self._account.next_epoch()
             self._hand_out_all()
@@ -436,19 +437,19 @@ class MapCursor(BaseCursor):
             self._blocks.load(self._rules, ledger)
 
     def _begin_with(self, ledger: Ledger) -> None:
-        """Go to the position of a ledger."""
+        """Set the position to a ledger's."""
         self._account.begin(self._rules, ledger)
         self._hand_out_all()
 
     def _hand_out_all(self) -> None:
-        """Hand what is left of the epoch to all ranks together, which are one worker."""
+        """Assign the rest of the epoch to all ranks, which form a single worker."""
         self._account.hand_out({self._number: self._rules["samples"]})
 
 
 def _find_blocks(optimizer: Optimizer) -> CursorBlocks | None:
-    """Return what a cursor asks of the blocks around an optimizer; None if there are none."""
+    """Return the interface of the blocks around an optimizer, or None."""
     for layer in unwrap(optimizer, every_layer=True):
-        # On the class: wrappers forward attributes that they do not have to what they wrap.
+        # Checked on the class: instances of wrappers forward missing attributes.
         if hasattr(type(layer), "block_samples"):
             rounds: CursorBlocks | None = layer.block_samples()  # type: ignore[attr-defined]
             return rounds

@@ -1,22 +1,22 @@
-"""Record which positions of an epoch are committed, handed out, or free: one immutable value.
+"""Record which positions of an epoch are committed, held or free, as an immutable value.
 
-An epoch has positions 0 ... samples - 1. Each is in one of three states:
+An epoch has positions 0 ... samples - 1. Each position is in one of three states:
 
-    committed   it was trained on, and the step or the sync round has taken place
-    held        it was handed out to a worker, which has not committed it yet
-    free        it was never handed out (from `fresh` on), or it was taken back (`returned`)
+    committed   trained, in a completed step or sync round
+    held        assigned to a worker, which has not committed it
+    free        never assigned (from `fresh` on), or taken back (`returned`)
 
     free ── hand_out ──▶ held ── commit ──▶ committed
       ▲                   │
-      └──── keep_only ────┘        the worker left or died, or another one needs it more
+      └──── keep_only ────┘        the worker left or died, or the positions were reassigned
 
-A worker takes its positions in the order in which it holds them. So one number says what it
-commits: how many samples it has taken. In blocks each worker's number travels in the report of the
-sync round (`blocks/averaging/_payload.py`), and all workers arrive at the same ledger without any
-further message. Ranks that take all steps together (DDP, ZeRO, FSDP) are one worker.
+A worker trains its positions in the order of `held`, so a single number, its count of trained
+samples, describes a commit. In blocks the number is part of the report in a sync round
+(`blocks/averaging/_payload.py`), and all workers compute the same ledger without further messages.
+Ranks that take all steps together (DDP, ZeRO, FSDP) form a single worker.
 
-Positions are kept as *spans*: half-open pairs (start, stop), in the order they are taken.
-Everything here is plain integers: no tensors, no process group.
+Positions are stored as *spans*: half-open pairs (start, stop), in training order. This module uses
+plain integers: no tensors, no process groups.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def count(spans: Spans) -> int:
 
 
 def take(spans: Spans, number: int) -> tuple[Spans, Spans]:
-    """Return the first `number` positions, or all if there are fewer, and the rest.
+    """Return up to `number` first positions, and the rest.
 
     >>> take(((0, 4), (10, 12)), 5)
     (((0, 4), (10, 11)), ((11, 12),))
@@ -58,7 +58,7 @@ def take(spans: Spans, number: int) -> tuple[Spans, Spans]:
 
 
 def union(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Return ranges that have no position in common as sorted ranges that do not touch.
+    """Return disjoint ranges as sorted ranges that do not touch.
 
     >>> union([(10, 12), (0, 4), (4, 6)])
     ((0, 6), (10, 12))
@@ -70,24 +70,24 @@ def union(spans: Iterable[tuple[int, int]]) -> Spans:
 
 @dataclass(frozen=True)
 class Ledger:
-    """An epoch's ledger. Each method that changes something returns a new one."""
+    """An epoch's ledger. Methods that change it return a new ledger."""
 
     samples: int  # in an epoch
     epoch: int = 0
-    fresh: int = 0  # the first position that was never handed out
+    fresh: int = 0  # the first position that was never assigned
     returned: Spans = ()  # sorted, below `fresh`
-    held: tuple[tuple[int, Spans], ...] = ()  # by number of the worker, sorted by it
+    held: tuple[tuple[int, Spans], ...] = ()  # by worker number, sorted
 
     # -- questions -----------------------------------------------------------------------------
 
     @property
     def free(self) -> int:
-        """The number of positions that are neither held nor committed."""
+        """The number of positions neither held nor committed."""
         return self.samples - self.fresh + count(self.returned)
 
     @property
     def left(self) -> int:
-        """The number of positions that are not committed."""
+        """The number of uncommitted positions."""
         return self.free + sum(count(spans) for _, spans in self.held)
 
     @property
@@ -96,13 +96,13 @@ class Ledger:
         return self.samples - self.left
 
     def held_by(self, number: int) -> Spans:
-        """Return what a worker holds, in the order in which it takes it."""
+        """Return the positions of a worker, in training order."""
         return dict(self.held).get(number, ())
 
     # -- changes -------------------------------------------------------------------------------
 
     def commit(self, taken: Mapping[int, int]) -> Ledger:
-        """Commit the first positions that each worker holds; `taken` says their number."""
+        """Commit the first positions of each worker; `taken` contains the numbers of positions."""
         held = dict(self.held)
         for number, samples in taken.items():
             if samples:
@@ -111,7 +111,7 @@ class Ledger:
         return replace(self, held=_sorted(held))
 
     def keep_only(self, numbers: Mapping[int, object]) -> Ledger:
-        """Take back what workers other than these hold."""
+        """Take back the positions of all workers except these."""
         returned_spans = list(self.returned)
         held = {}
         for number, spans in self.held:
@@ -127,12 +127,12 @@ class Ledger:
         return replace(self, fresh=fresh, held=_sorted(held), returned=returned)
 
     def hand_out(self, wanted: Mapping[int, int], pinned: int = 0) -> Ledger:
-        """Let each of these workers hold as many positions as wanted, and all others none.
+        """Assign each of these workers the wanted number of positions, and other workers none.
 
-        If there are too few, each worker gets the same fraction of its number. It keeps positions
-        that it holds already, up to its new number, because their samples may be loaded. Its first
-        `pinned` positions are never taken away, because they may have been trained on. Returned
-        positions are handed out before fresh ones.
+        If there are too few positions, each worker gets the same fraction of its number. Workers
+        keep positions up to the new number, because the samples may be loaded. The first `pinned`
+        positions always stay, because they may have been trained. Returned positions are assigned
+        before fresh positions.
         """
         ledger = self.keep_only(wanted)
         shares = divide(ledger.left, wanted)
@@ -155,19 +155,19 @@ class Ledger:
         return replace(ledger, fresh=fresh, returned=pool, held=_sorted(held))
 
     def next_epoch(self) -> Ledger:
-        """Begin the next epoch."""
+        """Return the ledger of the next epoch."""
         return Ledger(self.samples, self.epoch + 1)
 
     # -- as plain values -----------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
-        """Return what is committed, for any number of workers: whatever is held is free again."""
+        """Return the committed positions, for any number of workers. Held positions become free."""
         state = self.keep_only({}).state()
         return {"epoch": self.epoch, "fresh": state["fresh"], "returned": state["returned"]}
 
     @classmethod
     def of_saved(cls, samples: int, saved: Mapping[str, Any]) -> Ledger:
-        """Return the ledger that was `saved`; raise a ValueError if it makes no sense."""
+        """Return a `saved` ledger. Raise ValueError if it is not valid."""
         entries = SavedEntries(saved, "a position in the data")
         epoch = entries.whole("epoch")
         fresh = entries.whole("fresh")
@@ -183,7 +183,7 @@ class Ledger:
         return cls(samples, epoch, fresh, tuple(returned))
 
     def state(self) -> dict[str, Any]:
-        """Return the whole ledger in JSON's types."""
+        """Return the complete ledger in JSON types."""
         return {
             "samples": self.samples,
             "epoch": self.epoch,
@@ -194,13 +194,13 @@ class Ledger:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Ledger:
-        """Return the ledger whose `state` this is."""
+        """Return the ledger of a `state`."""
         held = {number: tuple(map(tuple, spans)) for number, spans in state["held"]}
         return replace(cls.of_saved(state["samples"], state), held=_sorted(held))
 
 
 def divide(available: int, wanted: Mapping[int, int]) -> dict[int, int]:
-    """Return the number of available positions that each worker gets.
+    """Return the number of available positions for each worker.
 
     >>> divide(100, {0: 8, 1: 8})
     {0: 8, 1: 8}
@@ -224,7 +224,7 @@ def _sorted(held: Mapping[int, Spans]) -> tuple[tuple[int, Spans], ...]:
 
 
 def _join_neighbours(spans: Sequence[tuple[int, int]]) -> Spans:
-    """Return the ranges with neighbours joined, in the order in which they are."""
+    """Return the ranges in order, with adjacent ranges joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:

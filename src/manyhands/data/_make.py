@@ -1,4 +1,4 @@
-"""Make a cursor for a dataset: `Cursor`, which chooses the class by the kind of the data."""
+"""Create a cursor for a dataset or a stream: `Cursor`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def Cursor(
     loader: Callable[..., Iterable[Any]] = DataLoader,
     **options: Any,
 ) -> MapCursor | StreamCursor:
-    """Return a data loader that gives every sample once in an epoch, for any number of workers.
+    """Return a data loader that gives every sample once per epoch, for any number of workers.
 
     >>> import torch, manyhands as mh
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 4), torch.randn(100, 1))
@@ -46,37 +46,38 @@ def Cursor(
     >>> cursor.epoch, cursor.position
     (2, 0)
 
-    It takes the place of a `DataLoader` and its `DistributedSampler`. Save it with the run, as in
-    `mh.save(folder, model=model, optimizer=optimizer, cursor=cursor)`. A run that loads it, on any
-    number of ranks, continues after the last sample that was trained on. So does a new loop after
-    one that was left early.
+    `Cursor` replaces a `DataLoader` with a `DistributedSampler`. Save it with the run, as in
+    `mh.save(folder, model=model, optimizer=optimizer, cursor=cursor)`. After `mh.load`, on any
+    number of ranks, iteration continues after the last trained sample. A new loop after an
+    interrupted loop continues there too.
 
-    Each step's samples are known before they are divided among the ranks. So with `keep="batch"`
-    the sequence of batches does not depend on the number of ranks. Where a batch does not divide
-    evenly, the ranks' parts differ by one sample, and `mean` gives each its right weight.
+    The samples of each step are fixed before they are divided among the ranks. With `keep="batch"`,
+    the sequence of batches therefore does not depend on the number of ranks. If a batch does not
+    divide evenly, the ranks' parts differ by one sample, and `mean` weights them correctly.
 
     Args:
-        dataset: a dataset with a length, whose samples are found by index; or a stream, for which
-            `manyhands.data.StreamCursor` says what else there is.
-        batch_size: the samples of a step, see `keep`.
-        keep: "batch": `batch_size` is that of all ranks together, however many there are. "micro":
-            `batch_size` is that of one rank, and the batch follows the ranks.
-        max_local_batch_size: the most samples in one pass on one rank. If a rank has more of them
-            in a step, they come as several passes: see `passes`.
-        shuffle: whether each epoch has another order; otherwise the order is the dataset's.
-        seed: the seed of these orders.
-        drop_last: leave out the samples at the end of an epoch that do not fill a batch. By
-            default the last batch is a short one.
-        optimizer: the optimizer that trains on the data. A batch counts as trained on once the
-            optimizer has stepped, and in blocks once the next sync round took place. Without an
-            optimizer, a batch counts as soon as the loop has it.
-        process_group: the ranks that share a step, if no optimizer of ours says so; all by default.
-        loader: what loads the samples: `DataLoader`, or a class that takes the same arguments.
+        dataset: a dataset with a length and samples by index, or a stream (see
+            `manyhands.data.StreamCursor`).
+        batch_size: the number of samples per step; see `keep`.
+        keep: "batch": `batch_size` counts the samples of all ranks together. "micro": `batch_size`
+            counts the samples of each rank, so the batch grows with the number of ranks.
+        max_local_batch_size: the maximum samples per pass and rank. If a rank has more samples in a
+            step, the loop receives several passes: see `passes`.
+        shuffle: whether to shuffle each epoch. False uses the order of the dataset.
+        seed: the seed of the shuffling.
+        drop_last: whether to omit the last samples of an epoch if they do not fill a batch. By
+            default the last batch is shorter.
+        optimizer: the optimizer that trains on the data. A batch counts as trained after the
+            optimizer's step, and in blocks after the next sync round. Without an optimizer, a batch
+            counts as soon as the loop receives it.
+        process_group: the ranks that share a step, unless the optimizer defines them. Default: all
+            ranks.
+        loader: `DataLoader`, or a class with the same arguments.
         options: further arguments of the loader, such as `num_workers` and `collate_fn`.
     """
     if batch_size is None:
         check_dataset("Cursor", dataset)
-        raise TypeError("Cursor needs batch_size: the samples of a step, see `keep`.")
+        raise TypeError("Cursor needs batch_size: the number of samples per step, see `keep`.")
     arguments: Arguments = {
         "batch_size": batch_size,
         "keep": keep,

@@ -1,30 +1,31 @@
 """Map the positions of an epoch to samples, by a permutation or along data shards.
 
-**`Order`** is a permutation that is computed where it is needed, and stored nowhere. The N
-positions of an epoch are laid out as a table of a x b >= N cells, and a position is a row l and a
-column r. Eight rounds stir them (a Feistel network; Black and Rogaway, 2002),
+**`Order`** is a permutation that is computed on demand and not stored. The N positions of an epoch
+form a table of a x b >= N cells, and a position is a row l and a column r. Eight rounds of a
+Feistel network (Black and Rogaway, 2002) mix them,
 
     l <- (l + f(r)) mod a        and then        r <- (r + f(l)) mod b
 
-each with another function f, which seed and epoch determine. A round can be undone, so all of
-them together are a permutation of the cells. A result that is no position (there are fewer than a
-of these cells) is stirred again.
+each with a different function f, derived from seed and epoch. Each round is invertible, so the
+result is a permutation of the cells. A cell outside the N positions (fewer than a cells) is mixed
+again.
 
-The same seed and epoch give the same order on every rank, on every machine and under every version
-of torch, so a saved position always means the same samples. torch.randperm promises none of that.
+A seed and an epoch give the same order on every rank and machine, under every version of torch. So
+a saved position always identifies the same samples. torch.randperm does not guarantee
+this.
 
-**`DataShards`** is a dataset that is cut into shards, such as files, each of which is read front to
-back. An epoch has its own order of the shards, and reads some of them side by side, in *lanes*:
+**`DataShards`** is a dataset of shards, such as files, that are read sequentially. An epoch
+shuffles the shards and reads several shards side by side, in *lanes*:
 
     lane 0      shard 7  shard 2  ...        positions 0, K, 2K, ...
     lane 1      shard 0  shard 5  ...        positions 1, K + 1, ...
       :                                        :
     lane K-1    shard 3  shard 6  ...        positions K - 1, ...
 
-When a lane has ended, the others go on taking turns. So a position determines a shard and a sample
-in it, before any shard is read, and a `Cursor` treats these samples like any others. Rank r of W
-has every W-th sample of a step. If W divides K, and K divides the batch, the rank reads only the
-lanes r, r + W, ...
+After the end of a lane, the remaining lanes continue taking turns. So a position determines a shard
+and a sample before any shard is read, and a `Cursor` treats these samples like any others. Rank r
+of W has every W-th sample of a step. If W divides K, and K divides the batch, the rank reads only
+the lanes r, r + W, ...
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ from manyhands._arguments import explained, whole
 from manyhands.data._ledger import Spans
 
 ROUNDS = 8
-MASK = 0xFFFFFFFF  # products of 32 and 31 bits fit an int64
+MASK = 0xFFFFFFFF  # products of 32 and 31 bits fit into an int64
 Shard = TypeVar("Shard")
 Sample = TypeVar("Sample")
 
-SKIPPED = 64  # the most samples that are read and dropped; for more, a shard is opened again
+SKIPPED = 64  # maximum samples to skip before a shard is reopened
 
 
 class Order:
-    """The order of one epoch."""
+    """The order of an epoch."""
 
     def __init__(self, samples: int, seed: int, epoch: int, shuffle: bool = True) -> None:
         self.samples = samples
         self.shuffle = shuffle and samples > 1
         self._rows = math.isqrt(max(0, samples - 1)) + 1
         self._columns = -(-samples // self._rows)
-        # A key for each round. Python's hash() differs between processes.
+        # A key per round. Python's hash() differs between processes.
         text = f"manyhands order 1: {seed} {epoch}".encode()
         digest = hashlib.blake2b(text, digest_size=4 * ROUNDS).digest()
         self._keys = struct.unpack(f"<{ROUNDS}I", digest)
@@ -85,7 +86,7 @@ class Order:
             cells[outside] = self._stir(cells[outside])
 
     def _stir(self, cells: Tensor) -> Tensor:
-        """Return where the cells of the table go in the rounds of the module's docstring."""
+        """Return the cells after the rounds in the module's docstring."""
         a = self._rows
         b = self._columns
         row = torch.div(cells, b, rounding_mode="floor")
@@ -99,8 +100,8 @@ class Order:
 
 
 def _mix_bits(values: Tensor, key: int) -> Tensor:
-    """Return 32 bits that look random for each value (a hash of C. Wellons, "lowbias32")."""
-    # In place: nearly all the time that an order takes is spent here.
+    """Return 32 pseudorandom bits for each value (C. Wellons' hash "lowbias32")."""
+    # In place: nearly all of the time for an order is spent here.
     bits = values ^ key
     bits.bitwise_xor_(bits >> 16).mul_(0x21F0AAAD).bitwise_and_(MASK)
     bits.bitwise_xor_(bits >> 15).mul_(0x735A2D97).bitwise_and_(MASK)
@@ -108,7 +109,7 @@ def _mix_bits(values: Tensor, key: int) -> Tensor:
 
 
 def positions_in(spans: Spans) -> list[int]:
-    """Return the positions one by one."""
+    """Return the positions as a list."""
     positions: list[int] = []
     for start, stop in spans:
         positions += range(start, stop)
@@ -116,7 +117,7 @@ def positions_in(spans: Spans) -> list[int]:
 
 
 class DataShards(Dataset[Sample], Generic[Shard, Sample]):
-    """A dataset for `Cursor` whose samples lie in shards, such as files, and are read in order.
+    """A dataset for `Cursor` whose samples are in shards, such as files, and are read in order.
 
     >>> import manyhands as mh
     >>> def read(path, start):  # a shard's samples, from number `start` on
@@ -126,20 +127,20 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
     >>> next(iter(cursor))
     ['a.tar: 0', 'b.tar: 0', 'a.tar: 1', 'b.tar: 1']
 
-    Shuffling changes the order of the shards, and not the order inside a shard: shuffle the samples
-    when you write the shards. `lanes` of them are read side by side.
+    Shuffling permutes the shards, not the samples inside a shard: shuffle the samples when writing
+    the shards.
 
-    Each process of a loader reads all of its rank's shards, and drops the samples that other
-    processes load. So `num_workers` above 1 helps only if `open` can begin at a sample without
-    reading those before it.
+    Each loader process reads all shards of its rank and skips the samples of other processes. So
+    `num_workers` above 1 only helps if `open` can start at a sample without reading earlier
+    samples.
 
     Args:
-        shards: what `open` is given: paths, addresses, or numbers.
+        shards: the arguments of `open`: paths, addresses, or numbers.
         sizes: the number of samples in each shard.
-        open: a function of a shard and a number, that returns an iterator over the shard's samples
-            from this number on.
-        lanes: the shards that are read side by side. Choose a multiple of the numbers of ranks that
-            the run may have, which divides the batch: then each rank reads separate shards.
+        open: a function of a shard and a number that returns an iterator over the shard's samples,
+            starting at this number.
+        lanes: the number of shards to read side by side. Choose a divisor of the batch that is a
+            multiple of all numbers of ranks in use; then each rank reads separate shards.
     """
 
     @explained
@@ -153,7 +154,7 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
     ) -> None:
         if not shards or len(shards) != len(sizes):
             raise ValueError(
-                "DataShards needs at least one shard, and a size for each, got "
+                "DataShards needs at least one shard and a size for each shard, got "
                 f"{len(shards)} shard(s) and {len(sizes)} size(s)."
             )
         sizes = [whole("each size", size) for size in sizes]
@@ -161,9 +162,9 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         self.shards = list(shards)
         self.sizes = list(sizes)
         self.lanes = min(lanes, len(shards))
-        self._starts = [0, *accumulate(self.sizes)]  # number of each shard's first sample
+        self._starts = [0, *accumulate(self.sizes)]  # index of each shard's first sample
         self._open = open
-        # The shards that are being read, each with the number of its next sample.
+        # Open shards, each with the number of the next sample.
         self._being_read: dict[int, tuple[Iterator[Sample], int]] = _BeingRead()
 
     def __len__(self) -> int:
@@ -171,7 +172,7 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
 
     @property
     def checksum(self) -> int:
-        """A checksum of sizes and lanes: positions mean other samples if one of them differs."""
+        """A checksum of sizes and lanes, on which the meaning of positions depends."""
         return zlib.crc32(repr([self.sizes, self.lanes]).encode())
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> ShardOrder:
@@ -180,7 +181,7 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         return ShardOrder([shards[lane :: self.lanes] for lane in range(self.lanes)], self.sizes)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return a sample: the next one of a shard that is being read, or a shard is opened."""
+        """Return a sample: the next sample of an open shard, or open a shard."""
         shard = bisect_right(self._starts, index) - 1
         number = index - self._starts[shard]
         samples, there = self._being_read.pop(shard, (iter(()), -1))
@@ -192,8 +193,8 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
                 sample = next(samples)
             except StopIteration:
                 raise RuntimeError(
-                    f"shard {self.shards[shard]!r} should have {self.sizes[shard]} samples, and "
-                    f"ended after {there}. Give its true size, and begin the epoch again."
+                    f"shard {self.shards[shard]!r} must have {self.sizes[shard]} samples, but "
+                    f"ended after {there}. Correct its size and restart the epoch."
                 ) from None
         if number + 1 < self.sizes[shard]:
             self._being_read[shard] = (samples, number + 1)
@@ -201,19 +202,19 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
 
 
 class _BeingRead(dict[int, Any]):
-    """Shards that are being read. A loader's processes get none, and open the shards themselves."""
+    """Open shards. Pickles as empty, so a loader's processes open the shards themselves."""
 
     def __reduce__(self) -> Any:
         return _BeingRead, ()
 
 
 class ShardOrder:
-    """The order of one epoch over lanes of shards."""
+    """The order of an epoch over lanes of shards."""
 
     def __init__(self, lanes: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
         starts = [0, *accumulate(sizes)]
         # For each shard of each lane: the number in the lane of the first sample after the shard,
-        # and the difference from a number in the lane to the sample's index in the dataset.
+        # and the offset from a number in the lane to a sample's index in the dataset.
         self._ends: list[list[int]] = []
         self._offsets: list[list[int]] = []
         lengths = []
@@ -229,8 +230,8 @@ class ShardOrder:
             self._ends.append(ends)
             self._offsets.append(offsets)
             lengths.append(length)
-        # From position `_positions[i]` on, the lanes of `_turns[i]` take turns: each of them at the
-        # number in its lane that the turn begins with.
+        # From position `_positions[i]` on, the lanes of `_turns[i]` take turns, each starting at
+        # the number in its lane at which the turn begins.
         self._positions = [0]
         self._turns = []
         begin = 0

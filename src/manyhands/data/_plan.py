@@ -1,23 +1,23 @@
-"""Divide a worker's samples into steps, ranks and passes, as torch's loader asks for them.
+"""Divide a worker's samples into steps, ranks and passes, for torch's loader.
 
     positions that the worker holds        `_account.py`
-      cut into steps of `batch` positions
-      each step divided among ranks, and a rank's part into passes     `divide_step`
-      turned into samples                                              `_order.py`
+      divided into steps of `batch` positions
+      each step divided among ranks, each part into passes             `divide_step`
+      mapped to samples                                                `_order.py`
 
 A step of n samples is divided among W ranks, with at most m samples in a pass:
 
     rank r has the samples from  n r / W  to  n (r + 1) / W  (rounded down)
-    all ranks take  k = ceil(ceil(n / W) / m)  passes, and cut their part into k in the same way
+    all ranks take  k = ceil(ceil(n / W) / m)  passes, and divide their part into k in the same way
 
-So parts differ by one sample at most. If there are fewer samples than ranks or passes, some passes
-have none. Their rank gets one of the step's samples as a *filler*, because its model has to take
-part in the step, and the filler's loss has weight zero.
+So sizes differ by one sample or less. If there are fewer samples than ranks or passes, some passes
+are empty. Their rank then receives a sample of the step as a *filler*, because its model must take
+part in the step. The filler's loss has weight zero.
 
-torch's loader asks for many passes ahead of the loop. So the plan keeps the passes that are *on
-their way*: the loader has asked for them, and the loop does not have them yet. In blocks a worker
-may hold other positions after a sync round. If it still holds those of the passes on their way,
-planning goes on after these. If not, the plan starts again, and what was loaded is thrown away.
+torch's loader requests passes ahead of the loop. Passes that the loader has requested and the loop
+has not received are *on their way*. In blocks, a sync round may change the positions of a worker.
+If the worker still holds the positions on their way, planning continues after them. If not, the
+plan restarts, and loaded batches are discarded.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from manyhands.data._ledger import Spans, count, take, union
 from manyhands.data._order import DataShards, Order, ShardOrder, positions_in
 from manyhands.data._rules import Rules
 
-MAPPED = 4096  # the fewest positions that are turned into samples together, except the last
+MAPPED = 4096  # minimum number of positions per mapping, except for the last
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch of one rank, and the step that it belongs to."""
+    """A micro-batch of a rank, with facts about its step."""
 
     samples: int  # 0: a filler
-    index: int  # among the passes of its step
-    counts: tuple[int, ...]  # samples of each of this rank's passes in the step
+    index: int  # within the step
+    counts: tuple[int, ...]  # samples per pass of this rank
     step_samples: int  # on all ranks, in all passes
-    not_empty: int  # passes that have samples, on all ranks
+    not_empty: int  # non-empty passes on all ranks
     ranks: int
 
     @property
     def last(self) -> bool:
-        """Whether it is the last pass of its step."""
+        """Whether this is the last pass of the step."""
         return self.index == len(self.counts) - 1
 
     @property
     def uneven(self) -> bool:
-        """Whether the step's mean is not the mean of its passes' means."""
+        """Whether the step's mean differs from the mean of the passes' means."""
         return self.step_samples != self.samples * len(self.counts) * self.ranks
 
 
 def divide_step(
     step: Spans, rank: int, ranks: int, most: int | None, *, in_turns: bool = False
 ) -> list[tuple[Pass, Spans]]:
-    """Return this rank's passes, and the positions of each.
+    """Return this rank's passes, each with its positions.
 
-    `in_turns`: the ranks take turns at the samples, instead of one range each.
+    With `in_turns`, ranks take turns at the samples instead of having ranges.
 
     >>> [(each.samples, spans) for each, spans in divide_step(((0, 10),), 1, 2, most=3)]
     [(2, ((5, 7),)), (3, ((7, 10),))]
@@ -87,9 +87,9 @@ def divide_step(
     return divided
 
 
-@lru_cache(maxsize=64)  # nearly all steps are equally large
+@lru_cache(maxsize=64)  # nearly all steps have equal sizes
 def _passes_of_rank(n: int, own: int, ranks: int, most: int | None) -> list[Pass]:
-    """Return the passes of a rank that has `own` of a step's n samples."""
+    """Return the passes of a rank with `own` of a step's n samples."""
     passes = number_of_passes(n, ranks, most)
     counts = tuple(b - a for a, b in pairwise(own * i // passes for i in range(passes + 1)))
     sizes = (n // ranks + (r < n % ranks) for r in range(ranks))
@@ -98,7 +98,7 @@ def _passes_of_rank(n: int, own: int, ranks: int, most: int | None) -> list[Pass
 
 
 def number_of_passes(samples: int, ranks: int, most: int | None) -> int:
-    """Return the number of passes of each rank in a step of this size."""
+    """Return the number of passes per rank in a step of this size."""
     largest = -(-samples // ranks)
     return 1 if most is None else max(1, -(-largest // most))
 
@@ -106,8 +106,8 @@ def number_of_passes(samples: int, ranks: int, most: int | None) -> int:
 class LoaderPlan:
     """The samples of each pass of this rank: the `batch_sampler` of torch's loader.
 
-    `number` is this worker's number in the account. `ranks` share each step, and `most` is the
-    largest number of samples that a rank takes in one pass.
+    `number` is this worker's number in the account, `ranks` share each step, and `most` is the
+    maximum number of samples per pass.
     """
 
     def __init__(
@@ -125,18 +125,18 @@ class LoaderPlan:
         self._ranks = ranks
         self._most = most
         self._shards = shards
-        self._seen = -1  # the account's `changes` that the plan follows from
+        self._seen = -1  # the account's `changes` of the plan
         self._epoch = -1
-        self._rest: Spans = ()  # positions that this worker holds and has not planned
-        self.steps_left: int | None = None  # left to plan; None: as many as the positions fill
-        # On their way: this rank's passes, and the positions of the steps that they belong to.
+        self._rest: Spans = ()  # positions of this worker that are not planned
+        self.steps_left: int | None = None  # steps to plan; None: limited by the positions
+        # On their way: this rank's passes, and positions by step.
         self._passes: deque[Pass] = deque()
         self._steps_ahead: deque[Spans] = deque()
 
     # -- what the loop asks --------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return the number of passes of each rank in an epoch with one worker."""
+        """Return the number of passes per rank in an epoch with a single worker."""
         batch = self._rules["batch"]
         whole, rest = divmod(self._rules["samples"], batch)
         passes = whole * number_of_passes(batch, self._ranks.size, self._most)
@@ -145,7 +145,7 @@ class LoaderPlan:
         return passes
 
     def next_pass(self) -> Pass:
-        """Return the pass that the loop gets now; it is no longer on its way."""
+        """Remove and return the pass that the loop receives now."""
         now = self._passes.popleft()
         if now.last:
             self._steps_ahead.popleft()
@@ -153,7 +153,7 @@ class LoaderPlan:
 
     @property
     def has_more(self) -> bool:
-        """Whether steps are left to plan. More may have been handed out since the loader ended."""
+        """Whether steps are left to plan. The number may grow after the loader has ended."""
         if self.steps_left is None:
             return count(self._rest) >= self._rules["batch"]
         return self.steps_left > 0
@@ -161,18 +161,18 @@ class LoaderPlan:
     # -- changes of the account ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget what is on its way: another loop begins, or this one has ended."""
+        """Discard passes on their way, at the start of a loop."""
         self._passes.clear()
         self._steps_ahead.clear()
         self._seen = -1
 
     def keep(self) -> None:
-        """Keep the plan: in the account's last change, only what the loop took was committed."""
+        """Keep the plan: the account's last change only committed the loop's samples."""
         self._seen = self._account.changes
 
     def has_changed(self) -> bool:
-        """Follow the account; return whether the plan had to start again."""
-        # What the loader has loaded is then for other workers.
+        """Follow the account. Return whether the plan had to restart."""
+        # After a restart, loaded batches belong to other workers.
         account = self._account
         if account.changes == self._seen:
             return False
@@ -206,16 +206,16 @@ class LoaderPlan:
             for each, own in planned:
                 self._passes.append(each)
                 spans += own
-            # All at once: a permutation of many positions costs little more than one of a few.
+            # All together: permuting many positions costs little more than permuting a few.
             samples = order.indices(tuple(spans))
             start = 0
             for each, _ in planned:
-                stop = start + max(1, each.samples)  # a filler has one sample
+                stop = start + max(1, each.samples)  # a filler has a single sample
                 yield samples[start:stop]
                 start = stop
 
     def _order_of_epoch(self) -> Order | ShardOrder:
-        """Return the order of the epoch's samples: their own, or along data shards."""
+        """Return the order of the epoch: a permutation, or along data shards."""
         rules = self._rules
         which = (rules["seed"], self._account.ledger.epoch, rules["shuffle"])
         if self._shards is not None:
@@ -223,7 +223,7 @@ class LoaderPlan:
         return Order(rules["samples"], *which)
 
     def _plan_steps(self) -> list[tuple[Pass, Spans]]:
-        """Return the passes of the next steps, and the positions of each; none at the end."""
+        """Return the passes of the next steps with positions. Empty at the end."""
         planned: list[tuple[Pass, Spans]] = []
         positions = 0
         while positions < MAPPED and self.has_more:
@@ -231,7 +231,7 @@ class LoaderPlan:
                 self.steps_left -= 1
             step, self._rest = take(self._rest, self._rules["batch"])
             self._steps_ahead.append(step)
-            # A rank without samples in a pass gets the step's first one; of an empty step, any.
+            # The filler is the step's first sample, or any sample for an empty step.
             first = step[0][0] if step else 0
             filler = ((first, first + 1),)
             passes = divide_step(

@@ -1,12 +1,12 @@
-"""Agree on the rules of a cursor: the samples, and the order and sizes in which they are taken.
+"""Agree on the rules of a cursor: the samples, their order, and the sizes of steps.
 
-A position in an epoch means the same samples only under the same rules. So all ranks agree on them
-when a cursor is made, the workers of blocks compare them in each sync round, and a saved position
-is refused where the order is another one.
+The samples of a position depend on the rules. So all ranks compare the rules when a cursor is
+created, and workers of blocks compare rules in each sync round. A saved
+position is rejected if the order differs.
 
     samples, shards, seed, shuffle    the order of the epochs
-    drop_last                         whether samples that do not fill a batch are left out
-    batch                             samples that one worker takes in a step
+    drop_last                         whether to omit samples that do not fill a batch
+    batch                             samples per step and worker
     ahead                             steps that a worker may load in advance
 """
 
@@ -30,14 +30,14 @@ OWN_OPTIONS = ("batch_sampler", "sampler")
 
 
 class MapDataset(Protocol):
-    """A dataset with a length, whose samples are found by index: torch calls it map-style."""
+    """A dataset with a length and samples by index, which torch calls map-style."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> object: ...
 
 
 class Arguments(TypedDict):
-    """The arguments of a cursor that all ranks must have in common."""
+    """The arguments of a cursor that must be equal on all ranks."""
 
     batch_size: int
     keep: str
@@ -48,16 +48,16 @@ class Arguments(TypedDict):
 
 
 class EpochOrder(TypedDict):
-    """The rules that say which sample a position is."""
+    """The rules that map a position to a sample."""
 
     samples: int
-    shards: int | None  # a checksum; None if the samples are in no shards
+    shards: int | None  # a checksum; None without shards
     seed: int
     shuffle: bool
 
 
 class Rules(EpochOrder):
-    """All rules, in plain values."""
+    """All rules as plain values."""
 
     drop_last: bool
     batch: int
@@ -67,20 +67,20 @@ class Rules(EpochOrder):
 def agree_on_rules(
     dataset: MapDataset, arguments: Arguments, options: Mapping[str, Any], ranks: RankGroup
 ) -> Rules:
-    """Return the rules, or raise on every rank if one made a mistake, or if ranks differ."""
+    """Return the rules. Raise on every rank if arguments are wrong on a rank or differ."""
 
-    # `options` are those of the loader.
+    # `options` are passed to the loader.
     def check() -> None:
         check_dataset("Cursor", dataset)
         if len(dataset) == 0:
-            raise ValueError("Cursor needs a dataset with samples, and got one of length 0.")
+            raise ValueError("Cursor needs a dataset with samples, got a dataset of length 0.")
         for name in OWN_OPTIONS:
             if options.get(name) is not None:
-                raise ValueError(f"{name} must be left out: a Cursor orders the samples itself.")
+                raise ValueError(f"omit {name}: a Cursor determines the order of the samples.")
         if options.get("in_order") is False:
             raise ValueError(
-                "in_order=False gives batches in the order in which they are ready, and then a "
-                "Cursor cannot know which were trained on. Leave it out."
+                "omit in_order=False: a Cursor needs the batches in order, to know which samples "
+                "were trained."
             )
         check_arguments(arguments, options, ranks.size)
 
@@ -113,17 +113,17 @@ def check_arguments(arguments: Arguments, options: Mapping[str, object], ranks: 
     whole("num_workers", options.get("num_workers", 0))
     if arguments["keep"] == "batch" and arguments["batch_size"] < ranks:
         raise ValueError(
-            f"batch_size={arguments['batch_size']} is less than a sample for each of {ranks} "
-            'ranks. keep="micro" gives it for one rank.'
+            f"batch_size={arguments['batch_size']} must be at least the number of ranks, {ranks}. "
+            'With keep="micro", batch_size counts the samples of each rank.'
         )
 
 
 def check_dataset(owner: str, dataset: object) -> None:
-    """Raise a TypeError unless the dataset of a loader of ours has a length."""
+    """Raise TypeError unless the dataset of a loader has a length."""
     if isinstance(dataset, DataLoader):
         raise TypeError(
-            f"{owner} makes the batches itself, and got a DataLoader. Give it the loader's dataset "
-            f"and options: {owner}(loader.dataset, batch_size={dataset.batch_size or 32}, "
+            f"{owner} needs a dataset, got a DataLoader. Pass the loader's dataset and options: "
+            f"{owner}(loader.dataset, batch_size={dataset.batch_size or 32}, "
             f"num_workers={dataset.num_workers}, ...)."
         )
     if not isinstance(dataset, Sized):
@@ -131,18 +131,18 @@ def check_dataset(owner: str, dataset: object) -> None:
 
 
 def describe_order(rules: EpochOrder) -> dict[str, Any]:
-    """Return what a saved position refers to."""
+    """Return the order that a saved position refers to."""
     order = {name: rules[name] for name in EpochOrder.__annotations__}  # type: ignore[literal-required]
     return {"version": FORMAT, **order}
 
 
 def check_state(state: Mapping[str, object], rules: EpochOrder) -> None:
-    """Raise if a saved position is not one in this order."""
-    SavedEntries(state, "a position in the data")  # raises if it is not a dict
+    """Raise if a saved position does not belong to this order."""
+    SavedEntries(state, "a position in the data")  # raises unless the state is a dict
     for name, here in describe_order(rules).items():
         came = state.get(name)
-        if isinstance(came, Tensor) or came != here:  # (a tensor compares element by element)
+        if isinstance(came, Tensor) or came != here:  # tensors compare elementwise
             raise ValueError(
-                f"the saved position is one in an order with {name}={came!r}, and here it is "
-                f"{here!r}. Make the Cursor as in that run, or leave it out of the load."
+                f"the saved position has {name}={came!r}, but this Cursor has {name}={here!r}. "
+                "Create the Cursor as in the saved run, or do not load it."
             )

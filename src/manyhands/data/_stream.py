@@ -1,20 +1,19 @@
-"""Load batches from a stream: data without an index, such as files that are read front to back.
+"""Load batches from a stream: data without an index, such as files that are read sequentially.
 
-A stream is a number of shards. Each of them is read front to back, so a position in it is a count
-of samples. An epoch has its own order of the shards, and the readers (all loader processes of all
-ranks) take turns at it:
+A stream consists of shards. Each shard is read sequentially, so a position in it is a number of
+samples. Each epoch orders the shards, and the readers (all loader processes of all ranks) take
+turns at the order:
 
     reader 0    places 0, R, 2R, ...      one shard after the other
     reader 1    places 1, R + 1, ...
       :
 
-What is shuffled inside a shard are blocks of `buffer_size` samples, each by itself. So a position
-still says which samples come next, whoever reads on: no sample is lost or repeated, on any number
-of ranks. Each batch carries the positions that its samples lead to, and they count once the
-optimizer has stepped.
+Inside a shard, blocks of `buffer_size` samples are shuffled separately. So a position identifies
+the next samples for any reader, and no sample is lost or repeated on any number of ranks. Each
+batch carries the positions after its samples, which count after the optimizer's step.
 
-No rank knows how long the others' shards are. So each step begins with one exchange of a number:
-how many samples each rank has. It says when the epoch ends, and is what `mean` divides by.
+No rank knows the length of other ranks' shards. So each step begins with an exchange of the number
+of samples on each rank, which shows the end of the epoch and gives the divisor of `mean`.
 """
 
 from __future__ import annotations
@@ -37,35 +36,35 @@ from manyhands.data._order import Order
 from manyhands.data._plan import Pass
 from manyhands.data._rules import ADVICE, FORMAT, Arguments, check_arguments
 
-READ_AT_ONCE = 64  # samples of a shard between two of its states, if they are not shuffled
+READ_AT_ONCE = 64  # samples between two states of a shard without shuffling
 
 
 class Position(NamedTuple):
-    """How far a shard was read."""
+    """The position in a shard."""
 
     shard: int
-    taken: int = 0  # of its samples
-    state: str = ""  # its state dict as JSON, after `state_count` samples; "": it has none
+    taken: int = 0  # samples
+    state: str = ""  # the shard's state dict after `state_count` samples, as JSON; "" without
     state_count: int = 0
     ended: bool = False
 
 
-# Where its samples lead to, their number (0: only ends of shards), and the samples.
+# Positions after the samples, number of samples (0: only ends of shards), samples.
 Batch = tuple[list[Position], int, Any]
 
 
 @runtime_checkable
 class Stream(Protocol):
-    """A stream in shards, as Hugging Face's `IterableDataset` is one."""
+    """A stream in shards, such as Hugging Face's `IterableDataset`."""
 
     num_shards: int
 
     def shard(self, num_shards: int, index: int) -> Iterable[Any]:
-        """Return shard `index`. It may have `state_dict` and `load_state_dict`."""
+        """Return shard `index`. The result may have `state_dict` and `load_state_dict`."""
 
 
 class StreamCursor(BaseCursor):
-    """A cursor over a stream. `manyhands.Cursor` makes one for an iterable without a length.
+    """A cursor over a stream. `manyhands.Cursor` creates it for an iterable without a length.
 
     >>> import manyhands as mh
     >>> class Lines:
@@ -78,14 +77,14 @@ class StreamCursor(BaseCursor):
     4 file 1, line 0
     2 file 1, line 2
 
-    The arguments are those of `Cursor`, with these differences:
+    The arguments are the same as for `Cursor`, except:
 
         dataset         an object with `num_shards` and `shard(num_shards, index)`
-        shuffle         whether each epoch has its own order of the shards
-        buffer_size     (further) shuffle this many samples of a shard at a time; by default 0,
-                        which leaves them in order
+        shuffle         whether each epoch shuffles the shards
+        buffer_size     (additional) shuffle this number of samples of a shard at a time. Default:
+                        0, no shuffling inside shards
         drop_last       end the epoch with the last step in which every rank has a full batch
-        max_local_batch_size    cannot be used: each step is one pass
+        max_local_batch_size    not available: each step is a single pass
     """
 
     def __init__(
@@ -100,16 +99,16 @@ class StreamCursor(BaseCursor):
         super().__init__(optimizer, process_group)
         if self._blocks is not None:
             raise ValueError(
-                "in blocks each worker takes steps of its own, and a Cursor over a stream is for "
-                "ranks that step together. Give each worker a DataLoader of its own shards."
+                "a Cursor over a stream needs ranks that step together, and does not support "
+                "blocks. Use a DataLoader of separate shards on each worker."
             )
         size = self._ranks.size
         if options.get("persistent_workers"):
             raise ValueError(
-                "persistent_workers=True keeps the shards of the first epoch: omit it."
+                "omit persistent_workers=True, which would reuse the shards of the first epoch."
             )
         if arguments["max_local_batch_size"] is not None:
-            raise TypeError("over a stream each step is one pass: omit max_local_batch_size.")
+            raise TypeError("omit max_local_batch_size: over a stream each step is a single pass.")
         check_arguments(arguments, options, size)
         _check_stream(dataset)
         batch_size = arguments["batch_size"]
@@ -141,9 +140,9 @@ class StreamCursor(BaseCursor):
         self._loader = loader(self._readers, batch_size=None, collate_fn=tuple, **options)
         self._epoch = 0
         self._position = 0
-        self._shards: dict[int, Position] = {}  # of the epoch under way; others have not begun
-        self._taken: list[Position] = []  # where the batch that the loop has leads to
-        self._step_samples = 0  # of the step that the loop is in, on all ranks
+        self._shards: dict[int, Position] = {}  # shards of the current epoch that were started
+        self._taken: list[Position] = []  # positions after the loop's current batch
+        self._step_samples = 0  # samples of the current step on all ranks
         self._filler: Any = None
 
     @property
@@ -171,7 +170,7 @@ class StreamCursor(BaseCursor):
         self._shards = {}
 
     def _read_steps(self) -> Iterator[Any]:
-        """Yield a batch for each step, until no rank has one."""
+        """Yield a batch for each step until no rank has samples."""
         batches = iter(self._loader)
         ended = list[Position]()
         while True:
@@ -182,13 +181,13 @@ class StreamCursor(BaseCursor):
             try:
                 while not samples:
                     taken, samples, batch = next(batches)
-                    # Ends count with the next batch, or not at all: then they are found again.
+                    # Ends of shards count with the next batch. Otherwise they are found again.
                     ended = ended + taken
             except StopIteration:
                 pass
             except Exception as error:
                 problem = error
-                samples = -1  # tells the other ranks, which would wait
+                samples = -1  # informs the other ranks, which would wait
             row = self._ranks.all_gather([float(samples)], self._ranks.any_device)
             counts = [int(count) for (count,) in row]
             if min(counts) < 0:
@@ -213,7 +212,7 @@ class StreamCursor(BaseCursor):
             yield batch
 
     def _begin_reading(self) -> None:
-        """Give the readers of this rank what is left of the epoch."""
+        """Assign the rest of the epoch's shards to this rank's readers."""
         shards = self._order["shards"]
         order = Order(shards, self._order["seed"], self._epoch, bool(self._order["shuffle"]))
         queues: list[list[Position]] = [[] for _ in range(self._reader_count)]
@@ -226,7 +225,7 @@ class StreamCursor(BaseCursor):
         self._readers.epoch = self._epoch
 
     def _find_filler(self) -> Any:
-        """Return a batch that counts for nothing: the first that this rank had, or one sample."""
+        """Return a batch of weight zero: this rank's first batch, or a single sample."""
         if self._filler is not None:
             return self._filler
         for shard in range(self._order["shards"]):
@@ -284,26 +283,25 @@ class StreamCursor(BaseCursor):
 
 
 def _check_stream(dataset: object) -> None:
-    """Raise unless the stream has shards whose positions are counts of samples."""
+    """Raise unless the stream has shards with positions that count samples."""
     if not isinstance(dataset, Stream):
         raise TypeError(
-            f"a Cursor needs to know where in a stream it is, and {type(dataset).__name__} does "
-            "not say it. Give it num_shards and a method shard(num_shards, index) that returns an "
-            "iterable, as Hugging Face's IterableDataset has. With known sizes: mh.DataShards."
+            f"a Cursor cannot resume a {type(dataset).__name__}, which has no positions. Add "
+            "num_shards and a method shard(num_shards, index) that returns an iterable, as in "
+            "Hugging Face's IterableDataset. With known sizes: mh.DataShards."
         )
     inside: object = dataset
     while inside is not None:
         if "BufferShuffled" in type(inside).__name__:
             raise ValueError(
-                "this stream shuffles through a buffer, which is empty when a run is resumed: its "
-                "samples would be lost. Leave .shuffle(buffer_size=...) out, and give the Cursor "
-                "buffer_size=."
+                "this stream shuffles through a buffer, whose samples would be lost when a run is "
+                "resumed. Omit .shuffle(buffer_size=...), and pass buffer_size= to the Cursor."
             )
         inside = getattr(inside, "_ex_iterable", getattr(inside, "ex_iterable", None))
 
 
 class Readers(IterableDataset[Batch]):
-    """This rank's readers, as torch's loader runs them: each yields batches from its shards."""
+    """This rank's readers for torch's loader. Each reader yields batches of separate shards."""
 
     def __init__(
         self,
@@ -316,7 +314,7 @@ class Readers(IterableDataset[Batch]):
         self.stream = stream
         self.collate = collate
         self.epoch = 0
-        self.queues: list[list[Position]] = []  # what each reader is to read
+        self.queues: list[list[Position]] = []  # the positions of each reader
         self._batch_size = batch_size
         self._buffer_size = buffer_size
         self._seed = seed
@@ -325,7 +323,7 @@ class Readers(IterableDataset[Batch]):
         worker = get_worker_info()
         number = 0 if worker is None else worker.id
         if worker is not None:
-            # A Hugging Face stream that sees it would leave this shard to another process.
+            # A Hugging Face stream would otherwise leave this shard to a different process.
             torch.utils.data._utils.worker._worker_info = None
         samples = list[Any]()
         leads_to = dict[int, Position]()
@@ -342,14 +340,14 @@ class Readers(IterableDataset[Batch]):
             yield [*leads_to.values()], len(samples), batch
 
     def _read(self, begin: Position) -> Iterator[tuple[Position, Any]]:
-        """Yield a shard's samples with the positions after them, and last its end."""
+        """Yield a shard's samples, each with the position after the sample, and finally the end."""
         shard: Any = self.stream.shard(self.stream.num_shards, begin.shard)
         has_state = hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
         if has_state and begin.state:
             shard.load_state_dict(json.loads(begin.state))
             samples = iter(shard)
             at = begin.state_count
-        else:  # from the beginning of the block that the position is in
+        else:  # from the start of the position's block
             at = begin.taken - begin.taken % max(1, self._buffer_size)
             samples = islice(iter(shard), at, None)
         while True:
@@ -361,6 +359,6 @@ class Readers(IterableDataset[Batch]):
             text = f"{self._seed} {self.epoch} {begin.shard} {at}"
             order = Order(len(block), zlib.crc32(text.encode()), 0, self._buffer_size > 1)
             for done, place in enumerate(order.indices(((0, len(block)),)), start=at + 1):
-                if done > begin.taken:  # not taken before
+                if done > begin.taken:  # not trained before
                     yield Position(begin.shard, done, state, at), block[place]
             at += len(block)

@@ -1,19 +1,19 @@
 """Join a run that an engine starts: ranks, checkpoints and stop notices.
 
-An engine is torchrun, `manyhands run`, Ray Train, Slurm, submitit, Open MPI or Kubeflow.
-A script names none of them:
+Engines are torchrun, `manyhands run`, Ray Train, Slurm, submitit, Open MPI and Kubeflow. A script
+does not name the engine:
 
-    job = mh.start()                          who am I? Meet the other ranks
+    job = mh.start()                          join the other ranks
     job.load(model=model, optimizer=optimizer)
     while training:
         take_a_step()
-        if mh.stopping(optimizer):            asked to stop: the same answer on all ranks
+        if mh.stopping(optimizer):            stop notice: the same answer on all ranks
             job.save(model=model, optimizer=optimizer, step=step)
-            job.leave()                       ends as the engine expects
+            job.leave()                       exit as the engine expects
 
-    _places.py      who this process is, from the environment variables of each engine
-    _ray.py         the same from Ray Train, with its checkpoints and its notice
-    _stopping.py    a stop notice, and `mh.stopping`: one answer of all ranks
-    _hanging.py     end a process that was asked to stop, and hangs
-    _job.py         `mh.start` and `Job`: the engine as a script sees it
+    _places.py      rank and address from the environment variables of each engine
+    _ray.py         ranks, checkpoints and stop notices of Ray Train
+    _stopping.py    stop notices, and `mh.stopping`
+    _hanging.py     end a process that hangs after a stop notice
+    _job.py         `mh.start` and `Job`
 """

@@ -1,17 +1,17 @@
 """End a process that hangs after SIGTERM.
 
-Without a handler SIGTERM ends a process at once. With ours it is only noted, and Python cannot even
-do that while the main thread waits in C++, as in a collective: a job that hangs could only be ended
-with SIGKILL. So a thread waits for the signal, too. It ends the process as the signal would have:
+By default SIGTERM ends a process immediately. Our handler only records the signal, and Python
+cannot run the handler while the main thread waits in C++, for example in a collective. A hanging
+job would then require SIGKILL. So a thread also waits for the signal, and ends the process
 
     UNREAD seconds after the signal    if the main thread has stood still since then, waiting for
-                                       other ranks, and none of them was at work either
+                                       other ranks, and no other rank was at work
     MARGIN seconds before the kill     in any case
 
-and only as long as the script has not asked `mh.stopping` since the signal. A main thread that
-computes, reads files or waits for data does not stand still in this sense (`standstill.py`), and
-neither does one that waits for a rank that got the signal, too, and computes. Waits for the other
-workers of a crew end by themselves.
+unless the script has called `mh.stopping` since the signal. A main thread that computes, reads
+files or waits for data does not stand still (`standstill.py`), nor does a thread that waits for a
+rank which received the signal and computes. Waits for other workers of a crew end without this
+thread.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from manyhands._ranks.stop_notice import stop_notice
 
 UNREAD = 8.0  # seconds
 MARGIN = 2.0  # seconds
-STEP = 0.25  # seconds between two looks
+STEP = 0.25  # seconds between checks
 
 
 class HangWatch:
-    """Waits in a thread for SIGTERM, while it has this handler. Make it in the main thread."""
+    """A thread that waits for SIGTERM while `handler` is set. Create it in the main thread."""
 
     def __init__(self, handler: object) -> None:
         self._handler = handler
@@ -46,9 +46,9 @@ class HangWatch:
         self._standstill = Standstill()
         self._pipe, self._wakes = os.pipe()
         os.set_blocking(self._wakes, False)
-        # Python writes the number of each signal to it, whatever the main thread does.
+        # Python writes the number of each signal to the pipe, even if the main thread is blocked.
         before = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
-        if before != -1:  # an event loop's, which needs it
+        if before != -1:  # used by an event loop
             signal.set_wakeup_fd(before)
         self._thread = threading.Thread(target=self._run, name="manyhands stop", daemon=True)
         self._thread.start()
@@ -62,7 +62,7 @@ class HangWatch:
         self._thread.join(1.0)
 
     def forget(self) -> None:
-        """Leave the signals to the process that this one was forked from, which has the thread."""
+        """Stop watching in a forked process; the thread belongs to the parent."""
         atexit.unregister(self.end)
         self._let_go()
         os.close(self._pipe)
@@ -88,7 +88,7 @@ class HangWatch:
             still = self._standstill.look()
             others.tell = others.tell or still == 0.0
             now = time.monotonic()
-            # Without a reason the main thread has run no line of Python since the signal.
+            # An empty reason means that the main thread has run no Python code since the signal.
             waits = not stop_notice.reason or self._standstill.place() != ""
             alone = min(still, now - others.heard) >= UNREAD
             hangs = waits and alone and not stop_notice.in_crew
@@ -97,31 +97,33 @@ class HangWatch:
         others.over.set()
 
     def _end_process(self, waited: float) -> None:
-        """End this process as SIGTERM does by itself."""
+        """End this process with the default action of SIGTERM."""
         rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
-        text = f"manyhands: {rank} ends by SIGTERM: it has not called mh.stopping in {waited:.0f} s"
+        text = (
+            f"manyhands: {rank} ends by SIGTERM: it has not called mh.stopping for {waited:.0f} s"
+        )
         place = self._standstill.place()
         if place:
             text += f", and waits in {place}"
         os.write(2, f"{text}.\n".encode())
-        # Python sets handlers in the main thread only, which waits.
+        # Python sets handlers only in the main thread, which is blocked.
         ctypes.CDLL(None).signal(signal.SIGTERM, None)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 class _OtherRanks(threading.Thread):
-    """Tells the other ranks that this one is at work, and hears it of them. The store may hang."""
+    """A thread that exchanges with other ranks whether ranks are at work. The store may hang."""
 
     def __init__(self, began: float) -> None:
         super().__init__(name="manyhands at work", daemon=True)
         self.over = threading.Event()
-        self.tell = False  # whether this rank has been at work since it last said so
-        self.heard = began  # when another rank was at work last
+        self.tell = False  # whether this rank was at work since the last exchange
+        self.heard = began  # last time that a different rank was at work
 
     def run(self) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        # The store may end in this moment, or the process group (a ValueError).
+        # The store or the process group may end at this moment (RuntimeError or ValueError).
         with suppress(RuntimeError, ValueError):
             store: Any = _get_default_store()
             presence = Presence(store.clone())

@@ -1,12 +1,6 @@
-"""Join the run of an engine (`mh.start`), save, load and leave (`Job`).
+"""Join the run of an engine (`mh.start`), then save, load and leave (`Job`).
 
-    job = mh.start()          detect the engine, set the variables, meet the other ranks
-    job.rank, job.world_size  who am I
-    job.crew                  the crew that the engine keeps; None if the ranks are fixed
-    job.load, job.save        the engine's place for checkpoints
-    job.leave                 end as the engine expects of a process that was asked to stop
-
-What differs between engines is in `_places.py` and `_ray.py`; this file has what they share.
+`_places.py` and `_ray.py` contain the code of single engines, this file the common code.
 """
 
 from __future__ import annotations
@@ -43,9 +37,9 @@ from manyhands.engines import _ray
 from manyhands.engines._places import Place, find_place, find_worker_number
 from manyhands.engines._stopping import listener
 
-RESTART = 75  # EX_TEMPFAIL: this process could not go on, and should be started again
-STOP_CODE_VARIABLE = "MANYHANDS_STOP_CODE"  # the exit code after a stop notice, if not 0
-OWN_NOTICE = 10.0  # seconds that a rank waits for its own agent's notice, after another rank's
+RESTART = 75  # EX_TEMPFAIL: torchrun's agent restarts the process
+STOP_CODE_VARIABLE = "MANYHANDS_STOP_CODE"  # the exit code after a stop notice; default 0
+OWN_NOTICE = 10.0  # seconds to wait for this rank's agent after another rank's notice
 
 
 def start(
@@ -56,11 +50,11 @@ def start(
     stop_file: str | os.PathLike[str] | None = None,
     signals: Sequence[int] | None = None,
 ) -> Job:
-    """Join the other ranks of this run, whichever engine has started them, and return the job.
+    """Join the other ranks of this run under any engine, and return the job.
 
-    The engine is found by its environment variables: torchrun, `manyhands run`, Ray Train, Slurm,
-    submitit, mpirun, Kubeflow. Without any of them this process is a rank alone, so the
-    same script runs with `python train.py`. If a process group exists already, it is used.
+    The engine is detected from environment variables: torchrun, `manyhands run`, Ray Train, Slurm,
+    submitit, mpirun, Kubeflow. Without an engine this process is the only rank, so the same script
+    runs with `python train.py`. An existing process group is used as it is.
 
     >>> import torch, manyhands as mh
     >>> job = mh.start()
@@ -69,20 +63,19 @@ def start(
     >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     >>> torch.distributed.destroy_process_group()
 
-    From here on this process listens to the engine's stop notice: see `stopping`.
+    After this call the process listens for the engine's stop notice: see `stopping`.
 
     Args:
-        backend: as for `torch.distributed.init_process_group`. By default gloo, and on a machine
-            with GPUs also nccl.
-        checkpoints: the folder for `Job.save` and `Job.load`. With Ray Train this folder is in
-            Ray's storage.
-        process_group: False makes no process group. `start` only sets the variables that
-            `init_process_group` reads (RANK, WORLD_SIZE, MASTER_ADDR, ...), for a script that
-            calls it.
-        stop_file: a file. If it appears, this process is asked to stop. By default the file that
-            the variable MANYHANDS_STOP_FILE names.
-        signals: the signals that ask this process to stop. By default the engine's: SIGTERM, with
-            Slurm also SIGUSR1, and with submitit also SIGUSR2.
+        backend: as for `torch.distributed.init_process_group`. Default: gloo, and also nccl on a
+            machine with GPUs.
+        checkpoints: the folder for `Job.save` and `Job.load`. Under Ray Train, a relative path is
+            in Ray's storage.
+        process_group: False does not create a process group. `start` then only sets the variables
+            that `init_process_group` reads (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+        stop_file: a file whose appearance asks this process to stop. Default: the file named by the
+            variable MANYHANDS_STOP_FILE.
+        signals: the signals that ask this process to stop. Default: SIGTERM, under Slurm also
+            SIGUSR1, and under submitit also SIGUSR2.
     """
     folder = to_path(checkpoints)
     listener.start(signals, None if stop_file is None else os.fspath(stop_file))
@@ -100,7 +93,7 @@ def start(
         place = find_place(os.environ)
     if place.world_size > 1 and dry_group() is None:
         for name, value in place.variables().items():
-            os.environ.setdefault(name, value)  # torchrun's own values stay
+            os.environ.setdefault(name, value)  # does not replace torchrun's values
     if process_group and not dist.is_initialized():
         _make_process_group(place, backend)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -109,10 +102,10 @@ def start(
 
 
 def _make_process_group(place: Place, backend: str | None) -> None:
-    """Make torch's default group for this job, and end it as Python ends."""
+    """Create torch's default group for this job, and destroy it when Python exits."""
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if place.world_size == 1:  # needs no port, and no other process can reach it
+    if place.world_size == 1:  # needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, rank=place.rank, world_size=place.world_size)
@@ -120,8 +113,9 @@ def _make_process_group(place: Place, backend: str | None) -> None:
 
 
 def _end_process_group(made: object) -> None:
-    """At Python's end: destroy the group that `mh.start` made, unless the script has failed."""
-    # After an error the other ranks may hang in a collective: ending the group would wait for them.
+    """Destroy the group that `mh.start` created when Python exits, unless the script failed."""
+    # After an error, other ranks may hang in a collective, and destroying the group would wait for
+    # them.
     failed = getattr(sys, "last_value", None) is not None
     if not failed and dist.is_initialized() and dist.group.WORLD is made:
         dist.destroy_process_group()
@@ -134,7 +128,7 @@ def optimizers_of(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimiz
 
 
 class Job:
-    """This process and its run, as the engine has started them. `start` returns it.
+    """This process in the run of an engine. Returned by `start`.
 
     >>> import manyhands as mh
     >>> job = mh.start(process_group=False)
@@ -145,21 +139,21 @@ class Job:
     def __init__(self, place: Place, checkpoints: Path) -> None:
         self._checkpoints = checkpoints
         self.engine = place.engine
-        """What has started this process: "torchrun", "manyhands", "ray", "slurm", "submitit",
-        "mpi", "kubeflow", "none", or "variables" if nothing but RANK and WORLD_SIZE is known."""
+        """The engine: "torchrun", "manyhands", "ray", "slurm", "submitit", "mpi", "kubeflow",
+        "none", or "variables" if only torch's variables such as RANK are set."""
         self.rank = place.rank
-        """This process's rank among those that train one model together."""
+        """The rank of this process among the processes that train a model together."""
         self.world_size = place.world_size
-        """The number of processes that train one model together."""
+        """The number of processes that train a model together."""
         self.local_rank = place.local_rank
-        """The rank among the processes of this host: the number of its GPU."""
+        """The rank among the processes of this host, which selects the GPU."""
         self.local_world_size = place.local_world_size
         """The number of processes of the run on this host."""
-        # Read here, so that a wrong value is an error at the start and not at the end.
+        # Read here: a wrong value raises at the start, not at the end.
         self._stop_code = number_in(os.environ, STOP_CODE_VARIABLE, int, 0)
 
     def __repr__(self) -> str:
-        # Not `crew` and `folder`, which connect to the engine.
+        # Without `crew` and `folder`: reading them connects to the engine.
         return (
             f"Job(engine={self.engine!r}, rank={self.rank}, world_size={self.world_size}, "
             f"checkpoints={str(self._checkpoints)!r})"
@@ -167,9 +161,9 @@ class Job:
 
     @cached_property
     def crew(self) -> Crew | None:
-        """The crew that this worker belongs to, for blocks, if there is a store (MANYHANDS_STORE).
+        """The crew of this worker, for blocks, if MANYHANDS_STORE names a store; otherwise None.
 
-        `manyhands run` serves one. None if the ranks are fixed.
+        `manyhands run` serves a store. A run with a fixed number of ranks has no crew.
         """
         if not os.environ.get("MANYHANDS_STORE"):
             return None
@@ -178,19 +172,19 @@ class Job:
 
     @property
     def worker(self) -> int:
-        """This worker's number: in the crew if there is one, and otherwise its rank."""
+        """The number of this worker in the crew. Without a crew: the rank."""
         return self.rank if self.crew is None else self.crew.number
 
     @property
     def workers(self) -> int:
-        """The number of expected workers: those of the crew if there is one, or else all ranks."""
+        """The number of workers that the crew expects. Without a crew: the number of ranks."""
         return self.world_size if self.crew is None else self.crew.expected
 
     # -- checkpoints -----------------------------------------------------------------------------
 
     @cached_property
     def folder(self) -> Path:
-        """Where checkpoints are saved. With Ray Train it is in Ray's storage."""
+        """The folder of checkpoints. Under Ray Train, a relative path is in Ray's storage."""
         if self.engine == "ray" and not self._checkpoints.is_absolute():
             return _ray.folder_in_storage(str(self._checkpoints))
         return self._checkpoints
@@ -205,7 +199,7 @@ class Job:
         keep: int | None = 2,
         **values: Any,
     ) -> Path | None:
-        """Save a checkpoint as `mh.save` does, where the engine wants it. Call it on every rank.
+        """Save a checkpoint as `mh.save` does, in the job's folder. Call it on every rank.
 
         >>> import torch, manyhands as mh
         >>> job = mh.start(process_group=False)
@@ -215,16 +209,16 @@ class Job:
         >>> job.load(model=model)
         {'step': 3}
 
-        Return the checkpoint's folder. Blocks are synchronized first; a crew's worker that was
-        asked to stop leaves its crew. In a crew all workers have the same anchor, so only one
-        worker saves, and the others return None: the worker with the lowest number, unless it has
-        just joined. With Ray Train the checkpoint is written into Ray's storage and reported to
-        Ray, which deletes old ones: then `keep` has no effect.
+        Returns the checkpoint's folder. Blocks are synchronized first; in a crew, a worker with a
+        stop notice leaves the crew instead. All workers of a crew have the same anchor, so a single
+        worker saves (the lowest number, except workers that have just joined) and the other workers
+        return None. Under Ray Train the checkpoint is written to Ray's storage and reported to Ray.
+        Ray then deletes old checkpoints, and `keep` has no effect.
         """
         optimizers = optimizers_of(optimizer)
         self._claim_folder()
-        # Asked before it leaves the crew. Not the lowest rank: that may be a joiner, which has come
-        # with the round before this save, and does not call it.
+        # Read before this worker leaves the crew. Not the lowest rank: a joiner that arrived in the
+        # last round does not call this save.
         saves = self.crew is None or self.crew.rank == self.crew.source
         for each in optimizers:
             blocks = find_layer(each, Blocks)
@@ -234,7 +228,7 @@ class Job:
                 blocks.finish()
         if not saves:
             return None
-        # Ray waits until all workers have reported a checkpoint. In a crew one of them has it.
+        # Ray waits for a report of all workers, but in a crew only one worker saves.
         ray = self.engine == "ray" and self.crew is None
         saving = save_checkpoint(
             self.folder,
@@ -258,10 +252,10 @@ class Job:
         scheduler: HasState | Sequence[HasState] | None = None,
         **values: Any,
     ) -> dict[str, Any]:
-        """Continue from the newest checkpoint, as `mh.load` does; return {} if there is none.
+        """Continue from the newest checkpoint, as `mh.load` does. Return {} if there is none.
 
-        Call it on every worker of a crew. A worker that has joined a crew that trains already keeps
-        what it has received from the others: see `load`.
+        Call it on every worker of a crew. A worker that joins a running crew keeps the state that
+        it received from the crew: see `load`.
         """
         self._claim_folder()
         try:
@@ -272,30 +266,30 @@ class Job:
             return {}
 
     def _claim_folder(self) -> None:
-        """Raise if another run saves here. No other run may, as long as this crew trains."""
+        """Lock the folder for this crew's run. Raise if another run saves there."""
         run = None if self.crew is None else os.environ.get(RUN_VARIABLE) or self.crew.run
-        if not run:  # a worker alone, or one that has not joined yet
+        if not run:  # no crew, or not joined yet
             return
-        with contextlib.suppress(OSError):  # it cannot write here, and so takes nothing from others
+        with contextlib.suppress(OSError):  # no permission to write, so no conflict
             folder_at(self.folder).lock(run)
 
     # -- the end ---------------------------------------------------------------------------------
 
     def leave(self) -> NoReturn:
-        """End this process, after a stop notice, as its engine expects.
+        """End this process after a stop notice, as the engine expects.
 
-        The exit code is 0, or that of the variable MANYHANDS_STOP_CODE, which is for engines that
-        take 0 for the end of the run and start a failed process again. With torchrun the exit code
-        is 75 on a rank whose own agent has sent no notice: another host leaves the run, and this
-        rank's agent starts it again, without that host.
-        With submitit the job is put into the queue again. With Ray Train `leave` waits for Ray,
-        which ends this process at the deadline, and starts the run again on the other nodes.
+        The exit code is 0, or the value of the variable MANYHANDS_STOP_CODE for engines that regard
+        0 as the end of the run and restart failed processes. Under torchrun, the exit code is 75 on
+        a rank whose agent received no notice: only another host leaves the run, and the agent
+        restarts this rank without that host. Under submitit, the job returns to the queue. Under
+        Ray Train, `leave` waits until Ray ends the process at the deadline; Ray then restarts the
+        run on the remaining nodes.
         """
         if self.engine == "ray":
             _ray.wait_for_the_end()
         if self.engine == "torchrun" and self.world_size > 1:
-            # Agents signal their ranks one after the other. A rank that ends with 0 before its
-            # agent does so has finished the training, as the agent sees it.
+            # An agent signals ranks one after the other. If a rank exits with 0 before the signal,
+            # the agent regards the training as finished.
             deadline = time.monotonic() + OWN_NOTICE
             while not stop_notice.received and time.monotonic() < deadline:
                 time.sleep(0.05)

@@ -2,12 +2,12 @@
 
     place = find_place(os.environ)
 
-`ENGINES` lists a function for each engine, in the order in which `find_place` calls them. Slurm may
-start torchrun, which starts the ranks, so torchrun's function comes before Slurm's. Each function
-takes a mapping and returns a `Place`, or None if the engine did not start this process. Nothing
-here reads the environment itself, opens a connection or changes anything.
+`ENGINES` lists a function per engine, in the order of the calls. Slurm may start torchrun, which
+starts the ranks, so torchrun precedes Slurm. Each function takes a mapping and returns a `Place`,
+or None if the engine did not start this process. This module does not read the environment itself
+and opens no connections.
 
-A new engine is one function, and one entry in `ENGINES`.
+To add an engine, write a function and list it in `ENGINES`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from manyhands._arguments import number_in
 
-# Ports for rank 0, below the ports that Linux gives to clients.
+# Ports for rank 0, below Linux's range of client ports.
 FIRST_PORT = 20_000
 PORTS = 12_000  # number of ports
 
@@ -28,18 +28,18 @@ Variables = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Place:
-    """This process's place among the ranks that train one model together."""
+    """The place of this process among the ranks that train a model together."""
 
     engine: str = "none"
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0  # among the processes of this host: selects the GPU
+    local_rank: int = 0  # among the processes of this host; selects the GPU
     local_world_size: int = 1
-    address: str = ""  # the host of rank 0, where ranks meet; empty: a rank alone
+    address: str = ""  # host of rank 0; empty for a single rank
     port: int = 0
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that torch and libraries around it read."""
+        """Return the environment variables that torch and related libraries read."""
         values: dict[str, object] = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -52,15 +52,15 @@ class Place:
 
 
 def find_place(variables: Variables) -> Place:
-    """Return the place of this process; a rank alone if no engine has started it."""
+    """Return the place of this process: a single rank if no engine has started it."""
     for engine in ENGINES:
         place = engine(variables)
         if place is None:
             continue
         if not 0 <= place.rank < place.world_size:
             raise ValueError(
-                f"{place.engine} says that this process is rank {place.rank} of "
-                f"{place.world_size}. Check the environment variables that it sets."
+                f"rank must be from 0 to {place.world_size - 1}, got {place.rank} (engine: "
+                f"{place.engine}). Check the engine's environment variables."
             )
         return place
     return Place()
@@ -70,8 +70,8 @@ def find_place(variables: Variables) -> Place:
 
 
 def _torch_variables(variables: Variables) -> Place | None:
-    """Read torch's own variables: torchrun, accelerate launch, Kubeflow's PyTorchJob set them."""
-    # `manyhands run --processes` sets them, too.
+    """Read torch's variables, which torchrun, accelerate launch and Kubeflow's PyTorchJob set."""
+    # `manyhands run --processes` also sets them.
     if not {"RANK", "WORLD_SIZE"} <= variables.keys():
         return None
     if "TORCHELASTIC_RUN_ID" in variables:
@@ -104,14 +104,15 @@ def _crew_worker(variables: Variables) -> Place | None:
 
 
 def _train_job(variables: Variables) -> Place | None:
-    """Read the variables of a pod of Kubeflow's TrainJob, as torchrun does if it is the command."""
+    """Read the variables of a pod of Kubeflow's TrainJob, in the same way as torchrun."""
     if not {"PET_NNODES", "PET_NODE_RANK"} <= variables.keys():
         return None
     processes = variables.get("PET_NPROC_PER_NODE", "1")
     if processes != "1":
         raise ValueError(
-            f"PET_NPROC_PER_NODE={processes}, and torchrun has not started this process. Start the "
-            'script with torchrun (command: ["torchrun", "train.py"]), or set numProcPerNode: 1.'
+            f"PET_NPROC_PER_NODE={processes} needs torchrun, which has not started this process. "
+            'Start the script with torchrun (command: ["torchrun", "train.py"]), or set '
+            "numProcPerNode: 1."
         )
     return Place(
         "kubeflow",
@@ -123,7 +124,7 @@ def _train_job(variables: Variables) -> Place | None:
 
 
 def _submitit_local(variables: Variables) -> Place | None:
-    """Read what submitit's executor for one machine sets. (Its tasks on Slurm are `srun`'s.)"""
+    """Read the variables of submitit's local executor. (On Slurm, `srun` starts the tasks.)"""
     if variables.get("SUBMITIT_EXECUTOR") != "local":
         return None
     size = number_in(variables, "SUBMITIT_LOCAL_NTASKS", int, 1)
@@ -139,7 +140,7 @@ def _submitit_local(variables: Variables) -> Place | None:
 
 def _slurm(variables: Variables) -> Place | None:
     """Read the variables of a task of `srun`."""
-    # A batch script has no step: a process that it starts without `srun` is a rank alone.
+    # A process that a batch script starts without `srun` has no step and is a single rank.
     if not {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= variables.keys():
         return None
     step = variables.get("SLURM_STEP_ID", "0")
@@ -155,7 +156,7 @@ def _slurm(variables: Variables) -> Place | None:
 
 
 def _tasks_here(variables: Variables) -> int:
-    """Return the tasks of a step on this node, as in "SLURM_STEP_TASKS_PER_NODE=4(x2),1"."""
+    """Return a step's tasks on this node, from a text like "SLURM_STEP_TASKS_PER_NODE=4(x2),1"."""
     text = variables.get("SLURM_STEP_TASKS_PER_NODE", "1")
     counts: list[int] = []
     for count, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -165,7 +166,7 @@ def _tasks_here(variables: Variables) -> int:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a list as Slurm writes it.
+    """Return the first host of a Slurm host list.
 
     >>> first_host("node[007-009,12],login1"), first_host("a1,b[1-2]"), first_host("rack1-[3]-x")
     ('node007', 'a1', 'rack1-3-x')
@@ -175,7 +176,7 @@ def first_host(hosts: str) -> str:
 
 
 def _mpi(variables: Variables) -> Place | None:
-    """Read what the mpirun of Open MPI sets, or that of Hydra (MPICH, Intel MPI)."""
+    """Read the variables of Open MPI's mpirun or of Hydra (MPICH, Intel MPI)."""
     for rank, size, local_rank, local_size in (
         (
             "OMPI_COMM_WORLD_RANK",
@@ -191,7 +192,7 @@ def _mpi(variables: Variables) -> Place | None:
         everywhere = number_in(variables, size, int)
         if not variables.get("MASTER_ADDR") and here < everywhere:
             raise ValueError(
-                f"mpirun has started {everywhere} ranks, {here} of them here. Pass MASTER_ADDR: "
+                f"mpirun has started {everywhere} ranks, {here} on this host. Pass MASTER_ADDR: "
                 "mpirun -x MASTER_ADDR=$(hostname -i) ... on rank 0 (Hydra: -genv MASTER_ADDR ...)."
             )
         job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""
@@ -213,8 +214,8 @@ ENGINES: list[Callable[[Variables], Place | None]] = [
 
 
 def find_worker_number(variables: Variables) -> int | None:
-    """Return this worker's number in a crew; None if no engine has set it."""
-    # Kubernetes sets JOB_COMPLETION_INDEX in each pod of an Indexed Job.
+    """Return this worker's number in a crew, or None if no engine has set it."""
+    # Kubernetes sets JOB_COMPLETION_INDEX in the pods of an Indexed Job.
     for name in ("MANYHANDS_WORKER", "JOB_COMPLETION_INDEX"):
         if variables.get(name):
             return number_in(variables, name, int)
@@ -225,7 +226,7 @@ def find_worker_number(variables: Variables) -> int | None:
 
 
 def _meeting_address(variables: Variables, host: str, job: str) -> tuple[str, int]:
-    """Return the address and port where ranks meet: the user's, or else this host and a port."""
-    # All ranks compute the same port from the job. Two jobs of one host hardly ever get the same.
+    """Return address and port where ranks meet: the user's, or `host` and a port of the job."""
+    # All ranks compute the same port from the job. Two jobs on a host rarely get equal ports.
     port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
     return variables.get("MASTER_ADDR") or host, number_in(variables, "MASTER_PORT", int, port)

@@ -1,16 +1,15 @@
-"""Use Ray Train as an engine: ranks, storage, checkpoints and the stop notice.
+"""Use Ray Train as an engine: ranks, storage, checkpoints and stop notices.
 
-Ray makes the process group before it calls the training function, so `mh.start` finds it there.
+Ray creates the process group before it calls the training function; `mh.start` uses that group.
 
-    checkpoints   `mh.save` writes into Ray's storage, and the result is reported to Ray as it lies
-                  there, without a second copy. Ray deletes old checkpoints
-                  (`CheckpointConfig(num_to_keep=2)`)
-    the notice    Ray marks each worker when a node is drained
-    leaving       if a training function returns, Ray takes the run for finished; if it raises, for
-                  failed. So a worker that has saved waits until Ray ends it, at the deadline of the
-                  drained node. Ray then starts the run again on the nodes that are left
+    checkpoints   `mh.save` writes to Ray's storage, and the checkpoint is reported to Ray without
+                  a copy. Ray deletes old checkpoints (`CheckpointConfig(num_to_keep=2)`)
+    stop notice   Ray marks each worker when it drains a node
+    leaving       Ray regards a returning training function as finished, and a raising one as
+                  failed. So a worker waits after its last save until Ray ends the process, at the
+                  deadline of the drained node. Ray then restarts the run on the remaining nodes
 
-`mh.start` does not import Ray: if Ray trains in this process, Ray is imported already.
+`mh.start` does not import Ray: a process of Ray Train has imported it already.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ def is_ray_worker() -> bool:
 
 
 def _context() -> Any:
-    """Return Ray's own record of this worker; None outside of Ray Train."""
+    """Return Ray's record of this worker, or None outside Ray Train."""
     module = sys.modules.get("ray.train.v2._internal.execution.context")
     return None if module is None else module._train_context
 
 
 def place_of_ray() -> tuple[int, int, int, int]:
-    """Return this worker's rank, the number of ranks, and the same on this node."""
+    """Return this worker's rank and world size, then its local rank and local world size."""
     import ray.train
 
     context = ray.train.get_context()
@@ -46,8 +45,8 @@ def place_of_ray() -> tuple[int, int, int, int]:
 
 
 def notice_of_ray() -> str:
-    """Return why Ray asks this worker to stop; empty if it does not."""
-    # Not `ray.train.get_preemption_info`, which is a barrier: ranks agree on their own.
+    """Return why Ray asks this worker to stop, or an empty text."""
+    # Not `ray.train.get_preemption_info`, which is a barrier.
     info = _context().preemption_context.preemption_info
     if info is None:
         return ""
@@ -64,14 +63,14 @@ def folder_in_storage(name: str) -> Path:
     storage = ray.train.get_context().get_storage()
     if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
         raise ValueError(
-            f"mh.save needs a folder that all workers share, and Ray's storage is "
-            f"{storage.storage_filesystem.type_name}. Set RunConfig(storage_path=...) to one."
+            f"mh.save needs a folder that all workers share, but Ray's storage is "
+            f"{storage.storage_filesystem.type_name}. Set RunConfig(storage_path=...) to a folder."
         )
     return Path(storage.experiment_fs_path, name)
 
 
 def report_checkpoint(path: Path, metrics: dict[str, object]) -> None:
-    """Tell Ray of a checkpoint that lies in its storage. Call it on every worker."""
+    """Report a checkpoint in Ray's storage to Ray. Call it on every worker."""
     import ray.train
     from ray.train.v2.api.report_config import CheckpointUploadMode
 
@@ -85,7 +84,7 @@ _left = threading.Event()  # set when the training function has saved and waits 
 
 
 def has_left() -> bool:
-    """Return whether the training function of this process waits to be ended."""
+    """Return whether the training function of this process waits for Ray."""
     return _left.is_set()
 
 

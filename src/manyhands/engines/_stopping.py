@@ -1,41 +1,41 @@
-"""Listen to stop notices, and agree on them on all ranks: `mh.stopping`.
+"""Listen for stop notices and agree on stopping: `mh.stopping`.
 
-**Where a notice comes from.** Signals, a file that appears, and what an engine says:
+**Sources of a notice**: signals, the appearance of a file, engines:
 
-    SIGTERM          torchrun, `manyhands run`, Slurm, Kubernetes, systemd, most others
-    SIGUSR1          Slurm, where a job asks for it: `--signal=USR1@120`
+    SIGTERM          torchrun, `manyhands run`, Slurm, Kubernetes, systemd, most other engines
+    SIGUSR1          Slurm, if a job requests it: `--signal=USR1@120`
     SIGUSR2          submitit
     a file           MANYHANDS_STOP_FILE, or `mh.start(stop_file=...)`
     Ray's draining   `_ray.py`
 
-A handler only notes the signal; the training loop finds the note at the end of its step. The
-handlers that were there before are called by `Job.leave`, when everything is saved: submitit's
-puts the job into the queue again.
+A signal handler only records the signal, and the training loop reads the record at the end of a
+step. `Job.leave` calls the earlier handlers after everything is saved; submitit's handler returns
+the job to the queue.
 
-**DataLoader workers.** Some engines signal a whole process group: torchrun's agent, systemd, Slurm.
-That would kill the processes that load data, and the step under way could not be finished. So a
-process that a DataLoader forks blocks these signals. It still ends with its DataLoader, when Python
-ends, or when its parent is gone.
+**DataLoader workers.** Some engines signal a full process group: torchrun's agent, systemd, Slurm.
+Without precautions this kills the processes that load data, and the current step cannot finish. So
+processes forked by a DataLoader block these signals. They still end with the DataLoader, at
+Python's exit, or when the parent ends.
 
-**A process that hangs** could not be stopped any more: `_hanging.py` ends it.
+**Hanging processes** are ended by `_hanging.py`.
 
-**Is this the last step?** A notice reaches ranks at different moments, and may reach only one of
-them. Ranks that train one model have to stop after the same step, or those that go on would wait
-for the others forever. The answer travels in what ranks send anyway, where there is something:
+**Agreement.** A notice reaches ranks at different times, or only some ranks. Ranks that train a
+model together must stop after a common step; otherwise the remaining ranks wait forever. The answer
+travels in existing messages where possible:
 
-    a scaling rule   its own collective, in every step: all ranks know when `step` returns
-    blocks           the note that each worker sends in a sync round: all stop at its end
-    a crew           nothing: a worker leaves by itself, and the others go on
-    otherwise        `StopVote`: a sum of one number, while the next step runs
+    a scaling rule   the collective of every step; all ranks know when `step` returns
+    blocks           the report of each worker in a sync round; all stop at the end of the round
+    a crew           no message: a worker leaves alone, while the crew continues
+    otherwise        `StopVote`: a sum of a single number during the next step
 
-The vote of a step is begun after it and read after the next one, so no rank waits. It costs
-one step more: a notice in step k ends the training after step k + 1.
+A vote starts after a step and is read after the next step, so no rank waits. The cost is one more
+step: a notice in step k ends the training after step k + 1.
 """
 
 from __future__ import annotations
 
 import atexit
-import multiprocessing.util  # registers its own exit function
+import multiprocessing.util  # registers an exit function on import
 import os
 import re
 import signal
@@ -68,28 +68,28 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Listener:
-    """The signals that this process listens to, and their earlier handlers."""
+    """The signals that this process listens for, with their earlier handlers."""
 
     def __init__(self) -> None:
         self.earlier: dict[int, Handler] = {}
         self._files: set[Path] = set()
-        self._chosen = False  # whether the script has chosen the signals
+        self._chosen = False  # whether the script chose the signals
         self._listens = False
         self._hooked = False
         self._hang_watch: HangWatch | None = None
 
     def start(self, numbers: Iterable[int] | None = None, file: str | None = None) -> None:
-        """Listen to these signals and to this file. It may be called often."""
-        # If the script chooses no signals, they are the engine's.
-        if self._listens and numbers is None and file is None:  # `stopping` calls it in every step
+        """Listen for these signals and this file. Repeated calls are allowed."""
+        # Default: the engine's signals.
+        if self._listens and numbers is None and file is None:  # called in every step
             return
         stop_notice.grace = number_in(os.environ, GRACE_VARIABLE, float, 0.0) or stop_notice.grace
         file = file or os.environ.get(STOP_FILE_VARIABLE)
         if file and (path := Path(file).absolute()) not in self._files:
             self._files.add(path)
             stop_notice.sources.append(lambda: str(path) if path.exists() else "")
-        # Python allows handlers in the main thread only. Ray trains in another one, and says
-        # itself when to stop.
+        # Python allows handlers only in the main thread. Ray trains in a different thread, and
+        # sends notices separately.
         if threading.current_thread() is not threading.main_thread():
             return
         if numbers is None:
@@ -99,7 +99,7 @@ class Listener:
         self._listens = True
         for number in numbers:
             if number not in self.earlier:
-                # The earlier handler is noted first: a signal may come between the two lines.
+                # The earlier handler is stored first: a signal may arrive between the two lines.
                 self.earlier[number] = signal.getsignal(number)
                 signal.signal(number, _note_signal)
         default = self.earlier.get(signal.SIGTERM) is signal.SIG_DFL
@@ -108,11 +108,12 @@ class Listener:
         if not self._hooked and hasattr(os, "register_at_fork"):
             self._hooked = True
             os.register_at_fork(after_in_child=self._after_fork)
-            # After multiprocessing's own, which has been imported: functions run in reverse.
+            # Exit functions run in reverse: this one before multiprocessing's, which is already
+            # registered.
             atexit.register(_end_data_loading)
 
     def stop(self) -> None:
-        """Give the signals back to their earlier handlers, and forget the notice."""
+        """Restore the earlier handlers and clear the notice."""
         for number, handler in self.earlier.items():
             if signal.getsignal(number) is _note_signal:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -127,7 +128,7 @@ class Listener:
         stop_notice.clear()
 
     def call_earlier_handler(self) -> None:
-        """Call the handler that the received signal had before, if it is a function."""
+        """Call the earlier handler of the received signal, if it is a function."""
         for number, handler in list(self.earlier.items()):
             if signal.Signals(number).name == stop_notice.reason and callable(handler):
                 handler(number, None)
@@ -149,8 +150,9 @@ def _note_signal(number: int, _: FrameType | None) -> None:
 
 
 def _signals_of_engine() -> list[int]:
-    """Return the signals with which this process's engine stops it, if the system has them."""
-    # SIGUSR1 and SIGUSR2 may mean something else under other engines, such as "print the stack".
+    """Return the available signals with which the engine stops this process."""
+    # Under other engines, SIGUSR1 and SIGUSR2 may have a different meaning, such as "print the
+    # stack".
     names = ["SIGTERM"]
     if "SLURM_JOB_ID" in os.environ:
         names.append("SIGUSR1")
@@ -160,22 +162,22 @@ def _signals_of_engine() -> list[int]:
 
 
 def _end_data_loading() -> None:
-    """End the processes that load data, before `multiprocessing` waits for them at Python's end.
+    """End processes that load data, before `multiprocessing` waits for them at Python's exit.
 
-    It sends them SIGTERM first, which they block.
+    `multiprocessing` sends SIGTERM, which these processes block.
     """
     blocking = [child for child in multiprocessing.active_children() if _blocks_sigterm(child)]
     if blocking:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the handler of DataLoader would raise
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise
     for child in blocking:
         child.kill()
 
 
 def _blocks_sigterm(child: BaseProcess) -> bool:
-    """Return whether a daemon process blocks SIGTERM, as far as the system says."""
+    """Return whether a daemon process is known to block SIGTERM."""
     try:
         status = Path(f"/proc/{child.pid}/status").read_text()
-    except OSError:  # not Linux, or it has ended
+    except OSError:  # not Linux, or the process has ended
         return False
     blocked = re.search(r"^SigBlk:\s*(\w+)$", status, re.MULTILINE)
     mask = int(blocked[1], 16) if blocked else 0
@@ -183,7 +185,7 @@ def _blocks_sigterm(child: BaseProcess) -> bool:
 
 
 def _is_data_loading(frame: FrameType | None) -> bool:
-    """Return whether a DataLoader is among the callers: a forked process has its parent's stack."""
+    """Return whether a DataLoader is on the stack, which a forked process inherits."""
     from torch.utils.data import dataloader
 
     while frame is not None:
@@ -199,29 +201,29 @@ def _is_data_loading(frame: FrameType | None) -> bool:
 def stopping(
     optimizer: Optimizer | None = None, *, process_group: dist.ProcessGroup | None = None
 ) -> bool:
-    """Return whether to stop after this step: the same answer on all ranks.
+    """Return whether to stop after this step. All ranks receive the same answer.
 
-    Call it on every rank at the end of every step. Give it the optimizer: a scaling rule or blocks
-    carry the answer with what they send anyway. With any other optimizer, or without one, ranks
-    vote: a sum of one number, which runs while the next step does.
+    Call it on every rank at the end of every step, with the optimizer: a scaling rule or blocks
+    send the answer in messages that they exchange anyway. Otherwise the ranks vote: they sum a
+    number during the next step.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> for step in range(3):
     ...     optimizer.step()
-    ...     if mh.stopping(optimizer):  # SIGTERM, or another notice of the engine's
+    ...     if mh.stopping(optimizer):  # SIGTERM or another stop notice
     ...         mh.save("run", model=model, optimizer=optimizer, step=step)
     ...         break
 
-    The process listens from the first call of `stopping` or `start` on. Once it is asked to stop,
-    it has to end its step and to save before the engine kills it: after 30 s with most engines.
-    Blocks stop at the end of a sync round. A worker of a crew stops there too if its block ends in
-    time. If not, it stops at once, and its steps since the last round are lost.
+    The process listens from the first call of `stopping` or `start`. After a notice it must finish
+    the step and save before the engine kills it, which most engines do after 30 s. Blocks stop at
+    the end of a sync round. A worker of a crew stops at the end of a round if its block ends in
+    time. If not, it stops immediately and loses the steps since the last round.
 
     Args:
-        optimizer: the optimizer that the loop steps.
-        process_group: the ranks that stop together, if they vote; by default all ranks.
+        optimizer: the optimizer of the loop.
+        process_group: the ranks that vote. Default: all ranks.
     """
     listener.start()
     wanted = stop_notice.received
@@ -237,7 +239,7 @@ def stopping(
 
 
 class StopVote:
-    """One number from each rank: asked after one step, answered after the next."""
+    """A sum of numbers from all ranks, started after a step and read after the next step."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks.with_cpu_group()
@@ -245,7 +247,7 @@ class StopVote:
         self._stopped = False
 
     def ask(self, wanted: bool) -> bool:
-        """Return whether any rank wanted to stop when it was last asked; ask again."""
+        """Return whether any rank wanted to stop in the previous vote, and start a vote."""
         if self._ranks.size == 1:
             return wanted
         before = self._pending
@@ -254,23 +256,23 @@ class StopVote:
             with explained(self._ranks):
                 work.wait()
             self._stopped = self._stopped or bool(total.item())
-        if not self._stopped:  # on all ranks, or on none: they have the same total
+        if not self._stopped:  # equal on all ranks, which have the same total
             total = torch.tensor([float(wanted)])
-            # `before` lives until the next vote has begun, as `PendingSums` says.
+            # `before` must live until the next vote has started: see `PendingSums`.
             self._pending = total, self._ranks.start_all_reduce(total)
         return self._stopped
 
 
-# A vote has a separate group, and ends with the group that it is for.
+# A vote uses a separate group, and ends with the group of the ranks.
 _votes: weakref.WeakKeyDictionary[dist.ProcessGroup, StopVote] = weakref.WeakKeyDictionary()
 
 
 def _stop_vote_of(ranks: RankGroup) -> StopVote:
-    """Return the vote of these ranks: one for the whole run, which asks in every step."""
+    """Return the vote of these ranks, which is shared by the entire run."""
     if ranks.size == 1:
         return StopVote(ranks)
     key = ranks.group or dist.group.WORLD
-    assert key is not None  # several ranks have a group
+    assert key is not None  # more than one rank implies a group
     if key not in _votes:
         _votes[key] = StopVote(ranks)
     return _votes[key]

@@ -1,10 +1,10 @@
-"""Choose the size of each step's batch while training: as many micro-batches as pay.
+"""Choose the batch size of each step during training.
 
-_decision.py         arithmetic: the best number of passes, and the next one
-_observed.py         how sure the noise is, and how long steps take
-_micro_batches.py    the micro-batches of a step, kept ready or from a loader of whole steps
+_decision.py         arithmetic: the best and the next number of passes
+_observed.py         the error of the noise estimate, and step times
+_micro_batches.py    the micro-batches of a step, from any loader or from a loader of complete steps
 _ramp.py             `Ramp`: measures, decides, and hands out micro-batches
-_memory_trial.py     `largest_micro_batch`: how many samples fit into a pass, found by trying
+_memory_trial.py     `largest_micro_batch`: find the samples that fit into a pass by trial
 """
 
 from manyhands.ramp._memory_trial import largest_micro_batch

@@ -1,45 +1,45 @@
-"""Decide how many passes the next step has, by pure functions of the measurements.
+"""Decide the number of passes of the next step, by pure functions of the measurements.
 
-All ranks know the same numbers, and so they decide the same. This file counts in passes. With an
-`AdaptiveDataLoader`, "pass" means one of its units here: a rank's part of the small batch
+All ranks have equal measurements, and make equal decisions. Counts are in passes. With an
+`AdaptiveDataLoader`, a "pass" in this file is a unit: a rank's part of the small batch
 (`_micro_batches.py`).
 
 Time      a step of p passes takes         t(p) = a + b p              seconds (`_observed.py`)
-Scale     its batch is, in small batches,  S(p) = u p                  u: one pass on all workers
+Scale     the batch in small batches       S(p) = u p                  u: one pass on all workers
 Worth     in steps of scale 1              r(S) = (v + s) / (v / S + s)       the gain, `_noise.py`
 Goodput   worth per second                 r(u p) / t(p)
 
 with s = |true gradient|^2 and v = the noise at scale 1. As a function of p the goodput is, up to a
-constant, p / ((v + s u p) (a + b p)). Its maximum, where the derivative is zero, is at
+constant, p / ((v + s u p) (a + b p)). The derivative is zero at the maximum
 
     p* = sqrt((a / b) (v / s) / u)
 
-so the batch u p* is the geometric mean of two batches: u a / b, whose passes take as long as the
-rest of their step, and v / s, the noise scale. The best whole number of passes is one of the two
-neighbours of p*, because the goodput rises before p* and falls after it.
+The batch u p* is the geometric mean of two batches: u a / b, where the passes take as long as the
+rest of the step, and v / s, the noise scale. The goodput rises before p* and falls after p*, so the
+best integer is a neighbor of p*.
 
-Efficiency is what a sample is worth, in samples at scale 1: r(S) / S. It falls with S.
+Efficiency is the worth of a sample relative to scale 1: r(S) / S. It falls with S.
 
-Few steps and few samples (`goal="samples"`) is the same question with another price. A step costs
-its S small batches, and c small batches for being a step (McCandlish et al. 2018). The best batch
-is S* = sqrt(c v / s). With c = 4 (1 - e) / e^2, a sample there is worth at least e, whatever the
-noise: with c = 0.8 at least 0.85.
+`goal="samples"` minimizes steps and samples, with a different price: a step costs its S small
+batches plus a fixed c small batches (McCandlish et al. 2018). The best batch is S* = sqrt(c v / s).
+With c = 4 (1 - e) / e^2, the efficiency there is at least e for any noise: c = 0.8 gives at least
+0.85.
 
-`decide` moves towards the best number of passes. Its reasons:
+Reasons for a decision:
 
-    explore    try another number of passes: the noise is not known (any more), or the time of a
-               step is known for one number of passes only
-    grow       towards the best number, by at most the factor `GROWTH` at a time
-    shrink     towards the best number, likewise
-    stay       the best number is not better by more than `MARGIN` (so the batch does not flutter)
+    explore    try a different number of passes: the noise is unknown or out of date, or only a
+               single number of passes was timed
+    grow       move towards the best number, by up to the factor `GROWTH`
+    shrink     move towards the best number, likewise
+    stay       the improvement is below `MARGIN`, which prevents oscillation
     wait       no decision was made yet
 
-`goal` says what is best:
+Goals:
 
-    "time"      the most progress in a second: `fastest_passes`
-    "samples"   few steps and few samples, at `PRICE_OF_A_STEP`; with `efficiency`, the largest
-                batch whose efficiency is at least that
-    "steps"     the largest batch that is allowed
+    "time"      maximize progress per second: `fastest_passes`
+    "samples"   minimize steps and samples, at `PRICE_OF_A_STEP`; with `efficiency`, take the
+                largest batch with at least this efficiency
+    "steps"     take the largest allowed batch
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from manyhands.scaling._noise import gain
 
 PRICE_OF_A_STEP = 0.8  # in small batches, with goal="samples"
 CAUTION = 0.7  # standard errors
-GROWTH = 2.0  # the largest factor by which one decision changes the passes
-MARGIN = 0.01  # how much better the goodput must become
+GROWTH = 2.0  # the largest factor by which a decision changes the passes
+MARGIN = 0.01  # minimum relative improvement of the goodput
 
 Goal = Literal["time", "samples", "steps"]
 Reason = Literal["explore", "grow", "shrink", "stay", "wait"]
@@ -61,13 +61,13 @@ Reason = Literal["explore", "grow", "shrink", "stay", "wait"]
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step: `fixed` seconds (a), and `per_pass` seconds for every pass (b)."""
+    """The time of a step: `fixed` seconds (a) plus `per_pass` seconds per pass (b)."""
 
     fixed: float
     per_pass: float
 
     def seconds(self, passes: int) -> float:
-        """Return how long a step with this number of passes takes.
+        """Return the seconds of a step with this number of passes.
 
         >>> StepTime(fixed=0.4, per_pass=0.1).seconds(4)
         0.8
@@ -89,7 +89,7 @@ class Noise:
 
 
 def efficiency(noise: Noise, scale: float) -> float:
-    """Return what a sample of a batch of `scale` is worth, in samples at scale 1.
+    """Return the worth of a sample in a batch of `scale`, in samples at scale 1.
 
     >>> efficiency(Noise(sqr=1.0, var=3.0), 4.0)
     0.5714285714285714
@@ -98,12 +98,11 @@ def efficiency(noise: Noise, scale: float) -> float:
 
 
 def goodput(noise: Noise, time: StepTime, scale_per_pass: float, passes: int) -> float:
-    """Return how many steps of scale 1 a second of steps with `passes` is worth."""
     return gain(noise.sqr, noise.var, scale_per_pass * passes) / time.seconds(passes)
 
 
 def fastest_passes(noise: Noise, time: StepTime, scale_per_pass: float, most: int) -> int:
-    """Return the number of passes, from 1 to `most`, that has the highest goodput.
+    """Return the number of passes, from 1 to `most`, with the highest goodput.
 
     >>> fastest_passes(Noise(sqr=1.0, var=16.0), StepTime(4.0, 1.0), 1.0, most=64)
     8
@@ -117,12 +116,12 @@ def fastest_passes(noise: Noise, time: StepTime, scale_per_pass: float, most: in
         return most
     low = max(1, math.floor(best))
     high = min(low + 1, most)
-    # the smaller batch if both are equal: it has seen fewer samples
+    # On a tie, prefer the smaller batch, which takes fewer samples.
     return max((low, high), key=lambda n: (goodput(noise, time, scale_per_pass, n), -n))
 
 
 def most_efficient_passes(noise: Noise, least: float, scale_per_pass: float, most: int) -> int:
-    """Return the largest number of passes whose efficiency is at least `least`; at least 1.
+    """Return the largest number of passes with an efficiency of `least` or more; at least 1.
 
     (v + s) / (v + s S) >= e  is  S <= (v (1 - e) / s + 1) / e.
 
@@ -134,7 +133,7 @@ def most_efficient_passes(noise: Noise, least: float, scale_per_pass: float, mos
     largest = (_ratio(noise.var, noise.sqr) * (1.0 - least) + 1.0) / least
     if least >= 1.0 and noise.sqr > 0.0:
         largest = 1.0
-    # the tolerance keeps a whole number that rounding made a little smaller
+    # The tolerance corrects rounding of an integer.
     passes = largest / scale_per_pass + 1e-9
     return most if passes >= most else max(1, math.floor(passes))
 
@@ -148,17 +147,13 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a decision is bound by."""
-
     goal: Goal = "time"
-    efficiency: float | None = None  # with goal="samples": what a sample must be worth
+    efficiency: float | None = None  # with goal="samples": minimum worth of a sample
     most: int = 1  # passes
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The passes of the next steps, and why."""
-
     passes: int
     reason: Reason
     target: int  # the best number of passes, towards which `passes` moves
@@ -174,8 +169,7 @@ def decide(
 ) -> Decision:
     """Return the next number of passes, after steps with `passes`.
 
-    `noise` and `time` are None if they are not known. `timed_here` says whether enough steps with
-    this number of passes were timed.
+    `timed_here` says whether enough steps with this number of passes were timed.
 
     >>> limits = Limits(most=64)
     >>> decide(1, Noise(1.0, 64.0), None, 1.0, limits).reason
@@ -187,16 +181,16 @@ def decide(
     if limits.goal == "steps" or limits.most == 1:
         target = limits.most
     elif noise is None:
-        # One pass more: a single gradient on a single worker says nothing about the noise.
+        # One more pass: a single gradient on a single worker gives no estimate of the noise.
         other = passes_here + 1 if passes_here < limits.most else passes_here - 1
         return Decision(other, "explore", other)
     elif limits.goal == "time" and time is None:
-        # Stay until this number of passes was timed often enough, and then try another one.
+        # Time enough steps with this number of passes, then try a different number.
         other = _neighbouring_passes(passes_here, limits.most) if timed_here else passes_here
         return Decision(other, "explore", other)
     else:
-        # Grow only if it pays even with less noise (`sqr` most of a standard error higher), and
-        # shrink only if it pays even with more noise (`sqr` one standard error lower).
+        # Growing must pay with less noise: `sqr` higher by `CAUTION` standard errors. Shrinking
+        # must pay with `sqr` one standard error lower.
         used = noise.shifted(+CAUTION)
         target = _best_passes(used, time, scale_per_pass, limits)
         if target < passes_here:
@@ -215,7 +209,6 @@ def decide(
 
 
 def _best_passes(noise: Noise, time: StepTime | None, scale_per_pass: float, limits: Limits) -> int:
-    """Return the best number of passes for this noise."""
     price = _cost_of_step(time, scale_per_pass, limits)
     if price is not None:
         return fastest_passes(noise, price, scale_per_pass, limits.most)
@@ -224,14 +217,14 @@ def _best_passes(noise: Noise, time: StepTime | None, scale_per_pass: float, lim
 
 
 def _cost_of_step(time: StepTime | None, scale_per_pass: float, limits: Limits) -> StepTime | None:
-    """Return what a step costs, in seconds or in samples; None with a stated efficiency."""
+    """Return the cost of a step, in seconds or in samples; None with a stated efficiency."""
     if limits.goal == "time":
         return time
     return None if limits.efficiency is not None else StepTime(PRICE_OF_A_STEP, scale_per_pass)
 
 
 def _neighbouring_passes(passes: int, most: int) -> int:
-    """Return a number of passes far enough away to separate the time of a pass from the rest."""
+    """Return a different number of passes, distant enough to fit the time of a pass."""
     distance = max(2, min(passes, 8), passes // 4)
     if passes + distance <= most:
         return passes + distance

@@ -1,8 +1,8 @@
-"""Find the largest micro-batch that fits into memory, by trying.
+"""Find the largest micro-batch that fits into memory, by trial.
 
-Sizes double until one does not fit, and then close in on the largest that does. All ranks try the
-same sizes, and agree after each. The model must be the plain one: its passes have no collectives,
-so a rank that runs out of memory leaves no other rank waiting.
+Sizes double until a trial fails, followed by bisection. All ranks try equal sizes, and agree after
+each. The model must be plain: its passes have no collectives, so no rank waits for a rank without
+memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyhands._tensors.random_state import random_state, set_random_state
 from manyhands._tensors.trees import tensors_in, tree_map_tensors
 
 Batch = TypeVar("Batch")
-PRECISION = 8  # the answer is at most 1/8 below the largest size that fits
+PRECISION = 8  # the result is up to 1/8 below the largest size that fits
 
 
 @explained
@@ -34,7 +34,7 @@ def largest_micro_batch(
     reserve: float | str = 0,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> int:
-    """Return how many samples fit into one pass on every rank, found by trying.
+    """Return the number of samples that fit into a pass on every rank, found by trial.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU())
@@ -43,51 +43,50 @@ def largest_micro_batch(
     >>> mh.largest_micro_batch(model, loss, torch.randn(8, 64), most=512, memory="128 KiB")
     96
 
-    A pass is a forward and a backward. Give the result to an `AdaptiveDataLoader` as its
+    A pass is a forward and a backward. Pass the result to an `AdaptiveDataLoader` as
     `max_local_batch_size`. Call this on every rank, with the plain model on its device, before you
-    wrap it. Afterwards gradients, buffers and random generators are as they were.
+    wrap it. Gradients, buffers and random generators are unchanged afterwards.
 
     Args:
         model: the plain model.
         loss: `loss(model, batch)` returns the loss, on which `backward()` is called.
-        batch: an example from the loader; its size is the first that is tried. The first dimension
-            of every tensor is that of the samples, which are repeated to make larger batches.
+        batch: an example from the loader; its size is tried first. The first dimension of every
+            tensor is the sample dimension, along which larger batches repeat the samples.
         most: the largest size to try.
-        memory: how many bytes a pass may take, such as "6 GiB". By default nine tenths of what is
-            free on the accelerator. On a CPU it is needed, and only the memory that is kept from
-            forward to backward is counted.
-        reserve: bytes of `memory` to leave free, such as 12 for every parameter if the gradients
-            and the state of Adam are still to come.
-        process_group: the ranks; by default all.
+        memory: the bytes that a pass may take, such as "6 GiB". The default is nine tenths of the
+            free memory of the accelerator. Required on a CPU, where only memory between forward and
+            backward counts.
+        reserve: bytes of `memory` to leave free, such as 12 per parameter for gradients and Adam
+            state that will be allocated later.
+        process_group: the ranks; default: all.
     """
     ranks = RankGroup.of(process_group)
     instance("model", model, nn.Module, "a torch.nn.Module")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     tensors = tensors_in(batch)
     if not tensors:
-        raise TypeError(f"batch must be one batch of the loader, with tensors, got {shown(batch)}.")
+        raise TypeError(f"batch must be a batch of the loader, with tensors, got {shown(batch)}.")
     least = len(tensors[0])
-    whole("most", most, max(least, 1), "It may not be below the example's number of samples.")
+    whole("most", most, max(least, 1), "It must reach the example's number of samples.")
     if memory is None and device.type == "cpu":
         raise ValueError(
-            'memory= is needed on a CPU, such as memory="6 GiB": trying more than there is would '
-            "kill the process."
+            'memory= is required on a CPU, such as memory="6 GiB": a trial beyond the available '
+            "memory would kill the process."
         )
     if any(hasattr(module, "no_sync") for module in model.modules()):
         raise ValueError(
             "largest_micro_batch() needs the plain model: call it before you wrap it. Collectives "
             "would wait forever for a rank that has run out of memory."
         )
-    if memory is None:  # nine tenths of the bytes that are free: allocators round up
+    if memory is None:  # not all free bytes, because allocators round up
         memory = int(0.9 * torch.accelerator.get_memory_info(device)[0])
     allowed = parse_bytes(memory) - (parse_bytes(reserve) if reserve else 0)
 
     def fits(samples: int) -> bool:
-        # All ranks have to say yes: they will all use the same size.
         here = _bytes_of_pass(model, loss, _resized_batch(batch, samples), device) <= allowed
         return all(fit == 1.0 for (fit,) in ranks.all_gather([float(here)], device))
 
-    # A pass changes them: running statistics, and generators that dropout draws from.
+    # A pass changes running statistics, and random generators through dropout.
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = random_state()
     try:
@@ -100,36 +99,32 @@ def largest_micro_batch(
 
 
 def _largest_pass_that_fits(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """Return the largest size that fits, or a little less."""
     if not fits(least):
         raise ValueError(
-            f"not even the example's {least} sample(s) fit into the memory allowed. Begin with a "
-            "smaller batch, shard the model (mh.plan() says what that saves), or allow more memory."
+            f"the example's {least} sample(s) do not fit into the allowed memory. Start with a "
+            "smaller batch, shard the model (see mh.plan()), or allow more memory."
         )
     low = least  # fits
     high = most + 1  # does not fit
-    while low * 2 < high:
-        if fits(low * 2):
-            low *= 2
-        else:
-            high = low * 2
     while high - low > max(1, low // PRECISION):
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
+        trial = low * 2
+        if trial >= high:
+            trial = (low + high) // 2
+        if fits(trial):
+            low = trial
         else:
-            high = middle
+            high = trial
     return low
 
 
 def _bytes_of_pass(
     model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch, device: torch.device
 ) -> float:
-    """Return the bytes that a pass takes at its peak; infinite if memory runs out."""
+    """Return the peak bytes of a pass; infinite if memory runs out."""
     if device.type == "cpu":
         return _bytes_kept(model, loss, batch)
     accelerator = torch.accelerator
-    accelerator.empty_cache()  # memory that an earlier trial left in pieces must not fail this one
+    accelerator.empty_cache()  # fragments of an earlier trial must not fail this trial
     before = accelerator.memory_allocated(device)
     accelerator.reset_peak_memory_stats(device)
     try:
@@ -139,18 +134,18 @@ def _bytes_of_pass(
     except torch.OutOfMemoryError:
         return float("inf")
     finally:
-        gc.collect()  # after an error, its traceback still holds tensors
+        gc.collect()  # after an error, its traceback still references tensors
 
 
 def _bytes_kept(
     model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch
 ) -> float:
-    """Return the bytes that autograd keeps from forward to backward, without the model's own."""
+    """Return the bytes that autograd saves for backward, without the model's tensors."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd saves, unless the model holds it anyway."""
+        """Count a saved tensor unless the model owns its memory."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -165,15 +160,14 @@ def _bytes_kept(
 
 
 def _run_pass(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> None:
-    """Run a pass, and leave the parameters' gradients alone."""
     with torch.enable_grad():
-        # Not `backward()`, which would add to `.grad`, and fire the hooks of a rule.
+        # Not `backward()`, which would add to `.grad` and run the hooks of a rule.
         params = [param for param in model.parameters() if param.requires_grad]
         torch.autograd.grad(loss(model, batch), params, allow_unused=True)
 
 
 def _resized_batch(batch: Batch, samples: int) -> Batch:
-    """Return the example batch with another number of samples: cut, or repeated."""
+    """Return the example batch, cut or repeated to this number of samples."""
 
     def resize(tensor: Tensor) -> Tensor:  # (samples of the example, ...) -> (samples, ...)
         return tensor[torch.arange(samples, device=tensor.device) % len(tensor)]

@@ -1,32 +1,31 @@
-"""Hand out the micro-batches of a step: from any loader, or from one whose micro-batches grow.
+"""Hand out the micro-batches of each step, from any loader or with growing micro-batches.
 
-**Any loader** (`Supply`). A step takes as many micro-batches as it has passes, and more are kept
-ready for the steps to come. All ranks take equally many, and end together: a rank whose data has
-ended reports how many it has left before any rank needs more. The reports travel in the rule's own
+**Any loader** (`Supply`). A step takes a micro-batch per pass, and more micro-batches are ready for
+the following steps. All ranks take equal numbers and end together: a rank at the end of its data
+reports the remaining number before any rank needs more. The reports travel in the rule's
 collective.
 
-**A loader whose micro-batches grow** (`StepLoader`). One *unit* is the part of the small batch that
-one rank has: `batch_size` divided by the number of ranks. A step has the same number of units on
-each rank. They come in as few passes as memory allows:
+**A loader with growing micro-batches** (`StepLoader`). A *unit* is a rank's part of the small
+batch: `batch_size` divided by the number of ranks. A step has equal units on all ranks, in as few
+passes as memory allows:
 
-    units <= most        one pass, of a size from a short list (1, 2, 3, 4, 6, 8, 12, ...), so that
-                         a compiled model sees few shapes
+    units <= most        a single pass, of a size from a short list (1, 2, 3, 4, 6, 8, 12, ...), so
+                         that a compiled model sees few shapes
     units > most         passes of `most` units each
 
-Order and position are those of `Cursor` (`data/_order.py`, `data/_ledger.py`): all ranks know them,
-and take neighbouring parts of a step. So every sample comes once in an epoch, and a run that is
-continued on other ranks begins after the last step's samples. At the end of an epoch a step has as
-many whole units as are left.
+Order and position follow `Cursor` (`data/_order.py`, `data/_ledger.py`): all ranks know these, and
+take neighboring parts of a step. Every sample occurs once per epoch, and a run that resumes on a
+different number of ranks continues after the last step's samples. At the end of an epoch a step has
+the remaining complete units.
 
-With worker processes (`num_workers`) micro-batches are ordered ahead, so a new size comes a few
-steps later: on all ranks at the same step.
+With worker processes (`num_workers`) micro-batches are ordered in advance, so a new size takes
+effect a few steps later, at an equal step on all ranks.
 
-**A trainer's own loader** (`StepPasses`). Lightning and the Hugging Face Trainer step whenever
-`batches % passes == 0`, counted from the beginning of the epoch. If a 2 is replaced by a 3 after
-the first step, the next step has batch 3 only, and the one after it 4 to 6.
-
-`StepPasses(p, start=s)` answers that modulo for a step of p passes that begins after s batches. The
-trainer then divides the losses and steps as it would with a plain number.
+**A trainer's loader** (`StepPasses`). Lightning and the Hugging Face Trainer step whenever `batches
+% passes == 0`, counted from the start of the epoch. If a 2 is replaced by a 3 after the first step,
+the next step has only batch 3, and the following step has batches 4 to 6. `StepPasses(p, start=s)`
+gives the right modulo for a step of p passes after s batches. The trainer then divides losses and
+steps as with a plain number.
 """
 
 from __future__ import annotations
@@ -60,19 +59,18 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class StepSize:
-    """How large a step is on each rank: `passes` micro-batches of `per_pass` units."""
+    """The size of a step on each rank: `passes` micro-batches of `per_pass` units."""
 
     passes: int
     per_pass: int
 
     @property
     def units(self) -> int:
-        """All units of the step on one rank."""
         return self.passes * self.per_pass
 
 
 def step_size(units: int, most_per_pass: int, fewest_passes: int = 1) -> StepSize:
-    """Return the largest step of at most `units` whose micro-batches have one of `sizes`.
+    """Return the largest step of up to `units` with a micro-batch size from `sizes`.
 
     >>> step_size(5, most_per_pass=16)
     StepSize(passes=1, per_pass=4)
@@ -90,7 +88,7 @@ def step_size(units: int, most_per_pass: int, fewest_passes: int = 1) -> StepSiz
 
 
 def sizes(most_per_pass: int) -> list[int]:
-    """Return the sizes that a micro-batch may have, in units: at most 2 log2(most) + 2.
+    """Return the allowed sizes of a micro-batch, in units: up to 2 log2(most) + 2 sizes.
 
     >>> sizes(20)
     [1, 2, 3, 4, 6, 8, 12, 16, 20]
@@ -107,9 +105,9 @@ def sizes(most_per_pass: int) -> list[int]:
 
 @dataclass(eq=False)
 class MicroBatches(Generic[Batch]):
-    """The micro-batches of one step: a sequence.
+    """The micro-batches of a step, as a sequence.
 
-    A loop over it runs all but the last inside the model's `no_sync()`, if the model has one.
+    A loop runs all micro-batches except the last inside the model's `no_sync()`, if present.
     """
 
     _batches: Sequence[Batch]
@@ -117,14 +115,14 @@ class MicroBatches(Generic[Batch]):
     _mean: WeightedMean | None
 
     def mean(self, loss_sum: Tensor) -> Tensor:
-        """Return this micro-batch's part of the step's mean loss, over all that `count` counted.
+        """Return this micro-batch's part of the step's mean loss per token, as counted by `count`.
 
-        Call it once for each micro-batch, in their order, with the sum of its losses.
+        Call it once for each micro-batch, in order, with the sum of the losses.
         """
         if self._mean is None:
             raise RuntimeError(
-                "mean() needs the tokens of each micro-batch: ramp.over(loader, count=...). Or "
-                "divide the mean loss by len(micro_batches)."
+                "mean() needs the number of tokens in each micro-batch: pass count= to ramp.over, "
+                "or divide the mean loss by len(micro_batches)."
             )
         return self._mean(loss_sum)
 
@@ -135,7 +133,6 @@ class MicroBatches(Generic[Batch]):
         return self._batches[index]
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the micro-batches, all but the last inside the model's `no_sync()`."""
         *others, last = self._batches
         for batch in others:
             with self._no_sync():
@@ -145,23 +142,24 @@ class MicroBatches(Generic[Batch]):
 
 @dataclass
 class Supply:
-    """Hands out a loader's micro-batches by steps, so that all ranks take equally many."""
+    """Hands out a loader's micro-batches by steps, with equal numbers on all ranks."""
 
     _optimizer: ScaledOptimizer
-    _steps: int = 0  # steps of the optimizer so far
-    _ready: int = 0  # micro-batches that this rank has ready
-    _left: int = 0  # micro-batches that every rank has left, by the last reports
-    _handed_out: int = 0  # micro-batches handed out so far
-    _reported_at: int = 0  # micro-batches handed out at the last report
-    _loops: int = 0  # that have begun
-    hands_out: bool = False  # whether a loop is under way
+    _steps: int = 0  # optimizer steps
+    _ready: int = 0  # micro-batches that are ready on this rank
+    _left: int = 0  # remaining micro-batches on every rank, by the last reports
+    _handed_out: int = 0  # micro-batches
+    _reported_at: int = 0  # micro-batches handed out before the last report
+    _loops: int = 0  # loops started
+    hands_out: bool = False  # whether a loop is in progress
 
     def steps(
         self, loader: Iterable[Batch], passes: Callable[[], int], look_ahead: Callable[[], int]
     ) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of one step after another, until a rank's data has ended."""
-        # `passes` says how many micro-batches the next step takes, `look_ahead` how many are kept
-        # ready.
+        """Yield the micro-batches of each step, until any rank's data has ended.
+
+        `look_ahead` returns the number of micro-batches to have ready.
+        """
         self._loops += 1
         loop = self._loops
         batches = iter(loader)
@@ -171,7 +169,7 @@ class Supply:
         steps = -1
         while True:
             if self._left == 0 and self._steps == steps:
-                # The loop has left out its last step, which would have brought the reports.
+                # The loop has skipped the optimizer step that carries the reports.
                 self._left = self._fewest_ready(len(ready))
             if self._left == 0:
                 return
@@ -181,7 +179,7 @@ class Supply:
             ready.extend(islice(batches, max(0, look_ahead() - len(ready))))
             self._ready = len(ready)
             self._handed_out += count
-            self._left -= count  # corrected by the reports in `step_ended`, if the step is taken
+            self._left -= count  # `step_ended` corrects this after an optimizer step
             self.hands_out = True
             try:
                 yield step
@@ -189,27 +187,26 @@ class Supply:
                 self.hands_out = False
             if self._loops != loop:
                 raise RuntimeError(
-                    "another loop over this Ramp has begun since, and a Ramp counts the steps of "
-                    "one loop at a time. End this loop before, and evaluate with the plain loader."
+                    "another loop over this Ramp has started, but a Ramp counts the steps of a "
+                    "single loop. End each loop before the next. Evaluate with the plain loader."
                 )
 
     def report(self) -> int:
-        """Return how many micro-batches this rank has ready, for the step under way."""
+        """Return the number of ready micro-batches on this rank."""
         self._reported_at = self._handed_out
         return self._ready
 
     def step_ended(self, reports: Sequence[RankReport]) -> None:
-        """Update how many micro-batches every rank has left, from all ranks' reports."""
+        """Update the remaining micro-batches from all ranks' reports."""
         self._steps += 1
         if reports:
             used_since = self._handed_out - self._reported_at
             self._left = int(min(report.batches for report in reports)) - used_since
 
     def _fewest_ready(self, ready: int) -> int:
-        """Return how many micro-batches the rank with the fewest has ready.
+        """Return the smallest number of ready micro-batches over all ranks.
 
-        A collective of its own, for the moments at which no step carries the reports: the beginning
-        of the data, and after a step that the loop has left out.
+        A separate collective, for the start of the data and after a skipped step.
         """
         ranks: RankGroup = self._optimizer.gradient_ranks
         if ranks.size == 1:
@@ -219,9 +216,9 @@ class Supply:
 
 
 class StepLoader(DataLoader[Any]):
-    """Base class of `AdaptiveDataLoader`: whole steps, in the order of `Cursor`."""
+    """Base class of `AdaptiveDataLoader`: complete steps, in the order of `Cursor`."""
 
-    _is_accelerate_prepared = True  # `prepare` leaves it: each rank has its own samples already
+    _is_accelerate_prepared = True  # `prepare` skips this loader: ranks already have their samples
 
     def __init__(
         self,
@@ -248,17 +245,18 @@ class StepLoader(DataLoader[Any]):
         self._unit = math.ceil(batch_size / self._ranks.size)
         self._most_per_pass = self._units_within(max_local_batch_size)
         self._ledger = Ledger(self._samples)
-        self._ordered: deque[StepSize] = deque()  # sizes of steps whose samples were ordered
-        self.size = StepSize(1, 1)  # of the step that was handed out last
+        self._ordered: deque[StepSize] = deque()  # sizes of steps with ordered samples
+        self.size = StepSize(1, 1)  # of the last step handed out
         super().__init__(dataset, batch_sampler=_Order(self), **options)
 
     def _units_within(self, local_batch_size: int | None) -> int:
-        """Return how many units fit into one pass of at most this many samples on one rank."""
+        """Return the number of units in a pass of up to this many samples on a rank."""
         if local_batch_size is None:
             return 1
         why = (
-            "It is the most samples of one pass on one rank, whose part of the small batch is "
-            f"{self._unit}. Or begin with a smaller batch_size and the learning rate that fits it."
+            "It is the largest number of samples in a pass on a rank, and each rank has "
+            f"{self._unit} of the small batch. Or start with a smaller batch_size and a learning "
+            "rate tuned for it."
         )
         return whole("max_local_batch_size", local_batch_size, self._unit, why) // self._unit
 
@@ -269,19 +267,19 @@ class StepLoader(DataLoader[Any]):
 
     @property
     def scale_per_unit(self) -> float:
-        """How many small batches a unit on every rank makes: 1, but for rounding."""
+        """Small batches in a unit on every rank: 1, except for rounding."""
         return self.samples_per_unit / self._small_batch
 
     def size_of(self, units: int) -> StepSize:
-        """Return how a step of this many units is divided into passes.
+        """Return the division of a step with this number of units into passes.
 
-        A single rank compares its own passes to measure the noise, so it takes at least two.
+        A single rank compares its passes to measure the noise, so it takes at least two.
         """
         fewest_passes = 2 if self._ranks.size == 1 else 1
         return step_size(units, self._most_per_pass, fewest_passes)
 
     def __len__(self) -> int:
-        """Return how many micro-batches of the present size an epoch has."""
+        """Return the number of micro-batches of the current size in an epoch."""
         return math.ceil(self._whole_units(self._samples) / self.size.per_pass)
 
     def _whole_units(self, samples: int) -> int:
@@ -292,14 +290,13 @@ class StepLoader(DataLoader[Any]):
     # -- steps ---------------------------------------------------------------------------------
 
     def steps(self, plan: Callable[[], StepSize]) -> Iterator[list[Any]]:
-        """Go through the data once, and yield each step's micro-batches; `size` is the step's size.
+        """Yield each step's micro-batches, through an epoch.
 
-        `plan` is asked for a size whenever a step's samples are ordered.
+        `plan` returns the size of a step when its samples are ordered.
         """
         yield from map(list, self._ordered_steps(plan))
 
     def _ordered_steps(self, plan: Callable[[], StepSize]) -> Iterator[Iterator[Any]]:
-        """Yield each step as an iterator over its micro-batches."""
         self._plan: Callable[[], StepSize] = plan
         self._ordered.clear()
         batches = super().__iter__()
@@ -309,15 +306,14 @@ class StepLoader(DataLoader[Any]):
                 break
             self.size = self._ordered.popleft()
             taken = chain([first], islice(batches, self.size.passes - 1))
-            # Committed as soon as it is handed out: a run that is saved in mid-step and continued
-            # repeats none of its samples.
+            # Committed before training, so that a run resumed in mid-step repeats no samples.
             samples = min(self.size.units * self.samples_per_unit, self._ledger.left)
             self._ledger = self._ledger.hand_out({0: samples}).commit({0: samples})
             yield taken
         self._ledger = self._ledger.next_epoch()
 
     def indices(self) -> Iterator[list[int]]:
-        """Yield the samples of each micro-batch of this rank, for torch's loader, step by step."""
+        """Yield the sample indices of each micro-batch of this rank, for torch's loader."""
         rules = self._order
         ledger = self._ledger
         order = Order(rules["samples"], rules["seed"], ledger.epoch, rules["shuffle"])
@@ -333,7 +329,7 @@ class StepLoader(DataLoader[Any]):
             self._ordered.append(size)
             stop = position + size.units * self.samples_per_unit
             while stop > len(samples):
-                # Samples from the beginning fill the last micro-batches.
+                # Samples from the start of the epoch fill the last micro-batches.
                 samples += order.indices(((0, min(stop - len(samples), self._samples)),))
             count = size.per_pass * self._unit
             for start in range(position + self._ranks.rank * count, stop, count * self._ranks.size):
@@ -343,13 +339,13 @@ class StepLoader(DataLoader[Any]):
     # -- saving --------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """Return the order, and the position in it, as `Cursor` does. Take it between two steps."""
+        """Return order and position, in the format of `Cursor`. Call it between two steps."""
         return {**describe_order(self._order), **self._ledger.saved()}
 
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue after the last step's samples, on any number of ranks.
 
-        The rest of the data comes first, in the order that it had.
+        The remaining data comes first, in its original order.
         """
         self._ledger = self._parse_position(state_dict)
 
@@ -360,7 +356,7 @@ class StepLoader(DataLoader[Any]):
 
 @dataclass
 class _Order:
-    """The batch sampler that torch's loader asks for the indices of each micro-batch."""
+    """The batch sampler of torch's loader."""
 
     loader: StepLoader
 
@@ -372,7 +368,7 @@ class _Order:
 
 
 class StepPasses(int):
-    """The number of passes of the step under way.
+    """The number of passes of the current step.
 
     >>> passes = StepPasses(3, start=2)
     >>> [batches % passes == 0 for batches in (2, 3, 4, 5)]
@@ -386,10 +382,10 @@ class StepPasses(int):
         made.start = start
         return made
 
-    # Python asks the right operand first, if its class is derived from the left one's.
+    # Python tries the right operand first if its class derives from the left operand's.
     def __rmod__(self, batches: int) -> int:
         return (batches - self.start) % int(self)
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        """Save a plain number: trainers save their settings."""
+        """Pickle as a plain number: trainers save their settings."""
         return int, (int(self),)

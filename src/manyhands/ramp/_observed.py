@@ -1,48 +1,48 @@
-"""Observe a run's steps for `Ramp`: the noise, the times, the learning rate.
+"""Observe a run's steps for `Ramp`: noise, step times, ranks.
 
-**`NoiseWatch`: how sure the noise is, and how far its averages look back.** Few steps of few passes
-say little about |true gradient|^2. If noise dominates and is Gaussian, a step with n small batches
+**`NoiseWatch`: error and memory of the noise estimate.** A few steps with few passes give a poor
+estimate of |true gradient|^2. If noise dominates and is Gaussian, a step with n small batches
 estimates sqr = |true gradient|^2 (`scaling/_noise.py`) with the variance
 
-    2 var^2 / (d n (n - 1))      var: the noise at scale 1, which is that of one small batch
+    2 var^2 / (d n (n - 1))      var: the noise at scale 1, of a small batch
 
-for noise in d directions of equal size. If the micro-batches are larger than the small batch, the
-scale S is larger than n, and each of the n gradients has S / n times less noise. The variance of an
-average with the weights w_k is the sum of w_k^2 times those of its steps. So the error relative to
-var needs only n, d and the weights:
+for noise in d directions of equal size. If micro-batches are larger than the small batch, the scale
+S is larger than n, and each of the n gradients has S / n times less noise. The variance of an
+average with weights w_k is the sum of w_k^2 times the variances of the steps. So the error relative
+to var needs only n, d and the weights:
 
     error = sqrt(sum w_k^2 2 / (d n_k (n_k - 1))) / sum w_k
 
-1 / d is measured: the mean of the squared deviations of the steps' estimates from their average,
-divided by what they would be with d = 1. It begins at 1, which counts as much as `PRIOR_STEPS`
-steps, and is never more.
+1 / d is measured: the mean squared deviation of the steps' estimates from their average, divided by
+its expected value for d = 1. The initial value 1, which is also the upper limit, has the weight of
+`PRIOR_STEPS` steps.
 
-*Memory* is the number of small batches over which the averages look back. A long memory has a
-small error, and lags behind a noise that grows. With n gradients in each step, M small batches have
-an error of sqrt(2 / (n M)) var in the worst case (d = 1). `memory_for` returns the M at which it is
-half of sqr, but never less than `MEMORY_STEPS` steps: the learning rate is multiplied by the gain,
-and the gain of a single step jumps by a factor of 2 or 4, at which the loss may rise. With the
-measured d, too, the gain follows single steps too closely (`docs/notes.md`).
+*Memory* is the number of small batches in the averages. A long memory has a small error, but lags
+behind growing noise. With n gradients per step, M small batches have an error of sqrt(2 / (n M))
+var in the worst case (d = 1). `memory_for` returns the M with an error of half of sqr, but no less
+than `MEMORY_STEPS` steps: the gain multiplies the learning rate, and the gain of a single step
+jumps by factors of 2 or 4, which can raise the loss. A memory based on the measured d also follows
+single steps too closely (`docs/notes.md`).
 
-`Ramp` grows the batch only if sqr + 0.7 error var, most of a standard error above the average, asks
-for it. Otherwise an early estimate that is near zero by chance would look like pure noise, and the
-run would jump to the largest batch. To shrink the batch, sqr - error var has to ask for it.
+`Ramp` grows the batch only if sqr + 0.7 error var calls for a larger batch. Otherwise an early
+estimate near zero would look like pure noise, and the run would jump to the largest batch.
+Shrinking requires that sqr - error var calls for a smaller batch.
 
-**`StepTimer`: how long steps take.** A step of p passes takes a + b p seconds on the slowest
-worker. This includes everything: data, backward, communication, the optimizer. `StepTimes` keeps
-the last `WINDOW` steps. For each p it takes the mean, in which a pause (an evaluation, a
-checkpoint, a compilation) counts as no more than `CUT_OFF` times the usual deviation from the
-median. The slope b is the weighted median of the slopes between two numbers of passes (Theil and
-Sen), and a is the weighted median of what is left. So neither a pause nor one number of passes can
-spoil them.
+**`StepTimer`: step times.** A step of p passes takes a + b p seconds on the slowest worker,
+including data, backward, communication and optimizer. `StepTimes` stores the last `WINDOW` steps.
+For each p it takes the mean, where a pause (an evaluation, a checkpoint, a compilation) counts as
+no more than `CUT_OFF` times the usual deviation from the median. The slope b is the weighted median
+of the slopes between pairs of numbers of passes (Theil and Sen), and a is the weighted median of
+the remainders. This makes the fit robust to pauses and to a single bad number of passes.
 
-Ranks that average gradients take equally long in the long run. The longest time of a single step is
-more than that: it is mostly the time of a rank that was early in the step before, and is late in
-this one. So `SlowestRank` chooses one rank, whose times count until another is slower by `SLOWER`.
+Ranks that average gradients have equal step times in the long run. The maximum over ranks of a
+single step is larger: it is mostly from a rank that was early in the previous step and late in this
+step. So `SlowestRank` selects a rank to take times from, until the times of a different rank are
+longer by the factor `SLOWER`.
 
-In blocks, a few steps have a sync round after them, and most have none. `SyncRounds` divides the
-time of the rounds evenly among all steps. A larger batch takes fewer steps for the same samples,
-and therefore fewer rounds.
+In blocks, some steps are followed by a sync round. `SyncRounds` divides the time of the rounds
+evenly among all steps. A larger batch takes fewer steps for equal samples, and therefore fewer
+rounds.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ from manyhands.scaling._rule_base import ScalingRuleBase
 
 MEMORIES = (50.0, 1000.0)  # the shortest and the longest, in small batches
 MEMORY_STEPS = 3  # the shortest memory, in steps
-ERROR = 0.5  # the error of sqr that a memory should have, in units of sqr
-PRIOR_STEPS = 3.0  # steps whose deviations are assumed to be those of noise in one direction
-DEVIATIONS_FADE = 0.99  # the weight of the past deviations, in each step
-LARGEST_DEVIATION = 10.0  # of one step, squared, in units of what is expected with d = 1
-NOISE_LASTS = 60  # steps without a new measurement, after which the noise is forgotten
+ERROR = 0.5  # intended error of sqr, in units of sqr
+PRIOR_STEPS = 3.0  # weight, in steps, of the assumption d = 1
+DEVIATIONS_FADE = 0.99  # the weight of past deviations, per step
+LARGEST_DEVIATION = 10.0  # of a step, squared, relative to the expectation for d = 1
+NOISE_LASTS = 60  # steps without a new measurement until the noise is discarded
 WINDOW = 240  # steps
 LOOK_BACK = 1000  # steps over which the time of sync rounds is averaged
-ENOUGH = 3  # the fewest steps with one number of passes whose times count
-CUT_OFF = 4.5  # median deviations, which are three standard deviations of a normal distribution
-SLOWER = 1.1  # how much slower another rank has to be for its times to count
-FADING = 0.99  # the weight of the past times of ranks, in each step
+ENOUGH = 3  # minimum number of timed steps per number of passes
+CUT_OFF = 4.5  # median deviations; three standard deviations of a normal distribution
+SLOWER = 1.1  # minimum ratio of step times to select a new slowest rank
+FADING = 0.99  # the weight of past times of ranks, per step
 
 
 class NoiseWatch:
-    """Follows the noise that a rule averages, and how sure it is."""
+    """Follows the averaged noise of a rule, and the error of the average."""
 
     def __init__(self, rule: ScalingRuleBase) -> None:
         self._rule = rule
@@ -95,9 +95,9 @@ class NoiseWatch:
         return Noise(average.sqr_of(), average.var_of(), self.evidence.error)
 
     def add_step(self) -> None:
-        """Update how sure the noise is, if the rule has measured it in this step.
+        """Update the error if the rule has measured the noise in this step.
 
-        A rule measures nothing from a single gradient at scale 1, or from gradients that overflow.
+        A rule cannot measure a single gradient at scale 1, or overflowing gradients.
         """
         rule = self._rule
         port = self._port
@@ -109,29 +109,28 @@ class NoiseWatch:
         self._average = average
         self._unmeasured = 0
         if before.consecutive and not average.consecutive:
-            self.evidence = Evidence()  # the average has begun anew, with a better measurement
+            self.evidence = Evidence()  # the average has restarted, with a better measurement
         count = float(rule.passes * port.batch.workers)
         scale = rule.scale
         sums = port.history.sums
-        assert sums is not None  # the average is another
-        if average.consecutive:  # two steps' gradients, as one step of twice the size
+        assert sums is not None  # the average has changed
+        if average.consecutive:
             count = 2 * count
             scale = 2.0 * scale
-        var = before.var_of()  # zero where var_floor=0.0 and all gradients of a step were equal
+        var = before.var_of()  # zero if var_floor=0.0 and all gradients of a step were equal
         if before.measured and before.norm_kind == average.norm_kind and var > 0.0:
             deviation = sum(estimate(sums).sqr) - sum(before.raw_sqr)
             self.evidence.add_deviation(count, scale, deviation / var)
         self.evidence.add(count, scale, rule.smoothing)
 
     def forget_old(self) -> None:
-        """Begin the averages anew if nothing was measured for `NOISE_LASTS` steps."""
-        # A few new steps would change little among many old ones.
+        """Restart the averages if the noise was not measured for `NOISE_LASTS` steps."""
         if self._unmeasured > NOISE_LASTS and self._port.history.average.measured:
             self._average = self._port.restart_averages()
             self.evidence = Evidence()
 
     def set_memory(self) -> None:
-        """Set how far the averages look back: see `memory_for`."""
+        """Set the memory of the averages: see `memory_for`."""
         batch = self._port.batch
         average = self._port.history.average
         if average.measured:
@@ -141,7 +140,6 @@ class NoiseWatch:
             self._port.set_memory(self._memory)
 
     def state_dict(self) -> dict[str, object]:
-        """Return what is known, in plain values. The rule saves its averages itself."""
         return {
             "memory": self._memory,
             "unmeasured": self._unmeasured,
@@ -149,13 +147,12 @@ class NoiseWatch:
         }
 
     def load(self, memory: float, unmeasured: int, evidence: Evidence) -> None:
-        """Continue with what a saved run knew."""
         self._memory = memory
         self._unmeasured = unmeasured
         self.evidence = evidence
 
     def rule_was_loaded(self) -> None:
-        """Take the rule's average as it is now, and set its memory again."""
+        """Take the rule's loaded average, and set its memory again."""
         self._average = self._port.history.average
         self._port.set_memory(self._memory)
 
@@ -166,25 +163,24 @@ class Evidence:
 
     squares: float = 0.0
     weight: float = 0.0
-    deviations: float = PRIOR_STEPS  # squared, over what they would be in one direction
+    deviations: float = PRIOR_STEPS  # squared, relative to the expectation for d = 1
     steps: float = PRIOR_STEPS
 
     @classmethod
     def of_saved(cls, saved: SavedEntries) -> Evidence:
-        """Return the evidence in a ramp's state dict."""
         evidence = cls(*saved.reals("evidence", 4))
         if not evidence.steps:
             raise saved.wrong("evidence[3]", "above 0", evidence.steps)
         return evidence
 
     def add_deviation(self, small_batches: float, scale: float, deviation: float) -> None:
-        """Take note of how far a step's estimate is from the average before it."""
+        """Add the deviation of a step's estimate from the previous average."""
         if small_batches < 2:
-            return  # nothing was compared
+            return  # no pairs of gradients to compare
         expected = _variance(small_batches, scale)
-        if self.weight:  # the average has an error, too
+        if self.weight:
             expected += self.squares / self.weight**2
-        # Noise with long tails has few large deviations; and the signal may have changed.
+        # Long-tailed noise has rare large deviations, and the signal may have changed.
         squared = min(deviation**2 / expected, LARGEST_DEVIATION)
         self.deviations = DEVIATIONS_FADE * self.deviations + squared
         self.steps = DEVIATIONS_FADE * self.steps + 1.0
@@ -192,7 +188,7 @@ class Evidence:
     def add(self, small_batches: float, scale: float, smoothing: float) -> None:
         """Add a step; `smoothing` is the weight of the past in the average."""
         if small_batches < 2:
-            return  # a single gradient was compared with nothing
+            return  # no pairs of gradients to compare
         variance = _variance(small_batches, scale)
         self.squares = smoothing**2 * self.squares + (1.0 - smoothing) ** 2 * variance
         self.weight = smoothing * self.weight + (1.0 - smoothing)
@@ -213,13 +209,12 @@ class Evidence:
 
 
 def _variance(small_batches: float, scale: float) -> float:
-    """Return the variance of a step's estimate, in units of var^2, for noise in one direction."""
     per_batch = scale / small_batches  # larger micro-batches have less noise
     return 2.0 / (small_batches * (small_batches - 1)) / per_batch**2
 
 
 def memory_for(noise: Noise, gradients: int, scale: float) -> float:
-    """Return how many small batches to look back, for steps of `scale` with `gradients` each.
+    """Return the memory in small batches, for steps of `scale` with `gradients` each.
 
     >>> memory_for(Noise(sqr=1.0, var=20.0), gradients=8, scale=8.0)
     400.0
@@ -237,21 +232,21 @@ def memory_for(noise: Noise, gradients: int, scale: float) -> float:
 
 
 class StepTimer:
-    """Times this rank's steps, and keeps the times of the slowest rank's."""
+    """Times this rank's steps, and stores the times of the slowest rank."""
 
     def __init__(self) -> None:
         self.times = StepTimes()
         self.sync_rounds = SyncRounds()
         self._slowest = SlowestRank()
-        self.last = (0.0, 0)  # seconds and units of this rank's last step, for its next report
+        self.last = (0.0, 0)  # seconds and units of this rank's last step, for the next report
         self._began: float | None = None
 
     def skip(self) -> None:
-        """Leave out the time since the last step: it is no part of the next one."""
+        """Exclude the time since the last step from the next step."""
         self._began = None
 
     def step_ended(self, units: int, counts: bool) -> None:
-        """Take the time of a step of so many units, if it counts."""
+        """Record the time of this step, if it counts."""
         now = time.perf_counter()
         correction = self.sync_rounds.correct_step()
         if self._began is not None and counts:
@@ -259,17 +254,16 @@ class StepTimer:
         self._began = now
 
     def fits(self, ranks: int) -> bool:
-        """Return whether the times are of so many ranks, or of none yet."""
+        """Return whether the times are from this number of ranks."""
         return len(self._slowest.seconds) in (0, ranks)
 
     def add_reports(self, reports: Sequence[RankReport]) -> None:
-        """Add the time of a step, as the ranks have reported it."""
+        """Add the time of a step from the ranks' reports."""
         slowest = reports[self._slowest.find([report.seconds for report in reports])]
         if slowest.seconds > 0.0:
             self.times.add(int(slowest.timed_passes), slowest.seconds)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the times in plain values."""
         return {
             "times": [[passes, seconds] for passes, seconds in self.times.steps],
             "timed": list(self.last),
@@ -280,7 +274,6 @@ class StepTimer:
 
     @classmethod
     def of_saved(cls, saved: SavedEntries) -> StepTimer:
-        """Return the timer that a `state_dict` is of."""
         timer = cls()
         for passes, seconds in saved.pairs("times"):
             timer.times.add(passes, seconds)
@@ -297,16 +290,13 @@ class StepTimer:
 
 @dataclass
 class StepTimes:
-    """The last steps' passes and seconds."""
-
     steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, passes: int, seconds: float) -> None:
-        """Add a step. All ranks add the same seconds: those of the slowest."""
         self.steps.append((passes, seconds))
 
     def seconds_by_passes(self) -> dict[int, tuple[float, int]]:
-        """Return for each number of passes its usual seconds, and how many steps it had."""
+        """Return for each number of passes the usual seconds and the number of steps."""
         by_passes: dict[int, list[float]] = {}
         for passes, seconds in self.steps:
             by_passes.setdefault(passes, []).append(seconds)
@@ -317,17 +307,17 @@ class StepTimes:
         return usual
 
     def fit(self) -> StepTime | None:
-        """Return the fitted time of a step; None until two numbers of passes were seen."""
+        """Return the fitted time of a step; None until two numbers of passes were timed."""
         levels = self.seconds_by_passes()
         if len(levels) < 2:
             return None
         slopes = []
         for (p1, (t1, n1)), (p2, (t2, n2)) in combinations(levels.items(), 2):
-            # Numbers of passes that are far apart, and seen often, have more weight.
+            # Distant and frequent numbers of passes have more weight.
             slopes.append(((t2 - t1) / (p2 - p1), (p2 - p1) * min(n1, n2)))
         shortest = min(seconds / passes for passes, (seconds, _) in levels.items())
-        # A pass takes some time, and at most its part of a whole step. Else noise in the levels
-        # could make `fixed` negative.
+        # A pass takes some time, and no more than its part of a step: `fixed` must not be
+        # negative.
         per_pass = min(max(weighted_median(slopes), 1e-3 * shortest), shortest)
         rest = [(max(t - per_pass * p, 0.0), n) for p, (t, n) in levels.items()]
         return StepTime(weighted_median(rest), per_pass)
@@ -335,14 +325,14 @@ class StepTimes:
 
 @dataclass
 class SyncRounds:
-    """A step's share of the time of sync rounds: their mean over the last `LOOK_BACK` steps."""
+    """A step's share of the time of sync rounds: the mean over about `LOOK_BACK` steps."""
 
-    seconds: float = 0.0  # of all rounds, older ones with less weight
-    steps: float = 0.0  # all steps, weighted in the same way
+    seconds: float = 0.0  # of all rounds, with fading weights
+    steps: float = 0.0  # all steps, with the weights of `seconds`
     latest: float = 0.0  # seconds of the rounds since the last step
 
     def correct_step(self) -> float:
-        """Return what to add to a step's time: its share of all rounds, minus its own rounds.
+        """Return the correction of a step's time: its share of all rounds, minus its own rounds.
 
         >>> rounds = SyncRounds()
         >>> rounds.latest = 8.0  # a round
@@ -359,13 +349,13 @@ class SyncRounds:
 
 @dataclass
 class SlowestRank:
-    """The rank whose steps take the longest."""
+    """Selects the rank with the longest steps."""
 
     rank: int = 0
-    seconds: list[float] = field(default_factory=list)  # of each rank's steps, fading
+    seconds: list[float] = field(default_factory=list)
 
     def find(self, seconds: Sequence[float]) -> int:
-        """Return the rank whose times count, after a step that took so long on each.
+        """Return the selected rank, given the seconds of a step on each rank.
 
         >>> slowest = SlowestRank()
         >>> [slowest.find(step) for step in ([1.0, 1.02], [1.02, 1.0], [1.0, 2.0])]
@@ -380,9 +370,9 @@ class SlowestRank:
 
 
 def robust_mean(values: Sequence[float]) -> float:
-    """Return the mean of the values, of which those far from the median are cut off.
+    """Return the mean of the values, clipped to a range around the median.
 
-    A mean, because times have a tail: the next steps have it, too.
+    A mean, because the tail of the times will recur.
 
     >>> round(robust_mean([1.0, 1.1, 1.2, 1.1, 9.0]), 2)
     1.19
@@ -393,7 +383,7 @@ def robust_mean(values: Sequence[float]) -> float:
 
 
 def weighted_median(values: Iterable[tuple[float, float]]) -> float:
-    """Return the value that half of the weight is below, and half above.
+    """Return the value with half of the weight below and half above.
 
     >>> weighted_median([(1.0, 1.0), (2.0, 1.0), (9.0, 1.0)])
     2.0

@@ -1,17 +1,17 @@
-"""Choose the number of micro-batches of each step while training: `Ramp`.
+"""Choose the number of micro-batches of each step during training: `Ramp`.
 
-After each step every rank knows the same three things, because they travel in the one small
-collective that a scaling rule has anyway (`scaling/_payload.py`):
+After each step all ranks share three measurements, which travel in the small collective of the
+scaling rule (`scaling/_payload.py`):
 
     the noise               averaged by the rule, up to this step
-    the time of a step      on the slowest rank: each reports how long its last step took
-    the micro-batches left  on the rank with the fewest: each reports how many it has ready
+    the time of a step      on the slowest rank, from each rank's report of its last step
+    the micro-batches left  on the rank with the fewest, from each rank's report
 
-So all ranks come to the same decision (`_decision.py`) without a further collective. A decision
-changes the number of backward passes of the next steps, and with it the scale. The rule then
-changes the learning rate as it does at any scale.
+So all ranks make equal decisions (`_decision.py`) without a further collective. A decision changes
+the number of backward passes of the next steps, and with it the scale. The rule then changes the
+learning rate as for any scale.
 
-All ranks end an epoch together, with the last whole step (`_micro_batches.py`).
+All ranks end an epoch together, with the last complete step (`_micro_batches.py`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from manyhands.scaling._weighted_mean import WeightedMean
 Batch = TypeVar("Batch")
 
 GOALS = ("time", "samples", "steps")
-EVERY = 3  # steps between two decisions, where the best batch is known and near
-SKIPPED = 2  # first steps, whose times do not count: they compile, allocate and connect
+EVERY = 3  # steps between decisions, after the best batch is known and near
+SKIPPED = 2  # first steps, which are not timed: they compile, allocate and connect
 
 
 class Ramp:
-    """Choose the size of each step's batch while training: as many micro-batches as pay.
+    """Choose the batch size of each step during training.
 
-    Tune the learning rate at the small batch, wrap the optimizer with a scaling rule, and take
+    Tune the learning rate for the small batch, wrap the optimizer with a scaling rule, and take
     each step's micro-batches from `over`:
 
     >>> import torch, manyhands as mh
@@ -66,27 +66,26 @@ class Ramp:
     >>> 1 <= ramp.passes <= 16
     True
 
-    Loops that fetch their own data, as trainers' do, run `ramp.passes` backward passes in each
-    step, and read it again after `optimizer.step()`. It is the same on all ranks. `begin_step`
-    declares a shorter step, and `skip_time` leaves out the time of a validation.
+    Loops that fetch data otherwise, such as trainers, run `ramp.passes` backward passes per step,
+    and read it again after `optimizer.step()`. All ranks get equal values. `begin_step` declares a
+    shorter step, and `skip_time` excludes the time of a validation.
 
     Args:
-        optimizer: a scaling rule, such as `AdaScale` or `AdamScale`. It sets the learning rate.
-        max_scale: the largest batch (all workers, all passes) in small batches, as the rule's
-            `scale`. Set it lower if larger batches cost quality.
-        goal: "time", the most progress in a second; "samples", few steps and few samples, where a
-            step counts as much as 0.8 small batches; "steps", the largest batch.
-        efficiency: with `goal="samples"`, choose the largest batch at which a sample is still
-            worth this fraction of a sample at the small batch, such as 0.8.
-        model: the module around which gradients are averaged (`DistributedDataParallel`,
-            `ShardedDataParallel`, `FullyShardedDataParallel`). `over` then averages them once a
-            step, and not once a pass.
-        loader: the `AdaptiveDataLoader` that `over` will be given; `over` takes it from there.
+        optimizer: a scaling rule, such as `AdaScale` or `AdamScale`, which sets the learning rate.
+        max_scale: the largest batch (all workers, all passes) in small batches, like the rule's
+            `scale`. Lower it if larger batches reduce quality.
+        goal: "time" maximizes progress per second; "samples" minimizes steps and samples, with a
+            step counted as 0.8 small batches; "steps" takes the largest batch.
+        efficiency: with `goal="samples"`, choose the largest batch where a sample is worth at least
+            this fraction of a sample in the small batch, such as 0.8.
+        model: the module that averages gradients (`DistributedDataParallel`, `ShardedDataParallel`,
+            `FullyShardedDataParallel`). `over` then averages once per step, not once per pass.
+        loader: the `AdaptiveDataLoader` that `over` will get; `over` sets it if omitted.
 
-    Unless you give the rule a `smoothing`, its averages look back between 50 and 1,000 small
-    batches: as few as the estimate allows, so that they follow the noise while the batch grows.
+    Unless the rule has a `smoothing`, its averages cover between 50 and 1,000 small batches: as few
+    as the estimate allows, to follow the noise while the batch grows.
 
-    Count a schedule in progress (`ProgressScheduler`) or in samples. Counted in optimizer steps it
+    Base schedules on progress (`ProgressScheduler`) or on samples. A schedule in optimizer steps
     would change with the batch.
     """
 
@@ -112,13 +111,13 @@ class Ramp:
                 "Write mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
             )
         if optimizer.port.observer is not None:
-            raise ValueError("this optimizer has a Ramp already: use that one.")
+            raise ValueError("this optimizer already has a Ramp: use that Ramp.")
         self.optimizer = optimizer
         self._port = optimizer.port
         self._no_sync = _no_sync_of(model)
         self._loader: StepLoader | None = None
         batch = self._port.batch
-        if batch.scale is not None:  # of the whole batch; from now on the batch changes
+        if batch.scale is not None:
             optimizer.set_scale_per_pass(batch.scale / batch.passes)
         self._limits = Limits(goal=goal, efficiency=efficiency)
         self._set_units(batch.passes)
@@ -126,23 +125,22 @@ class Ramp:
         self._noise = NoiseWatch(optimizer)
         self._moments_scale = self.scale  # of the batch that Adam's second moments belong to
         self._steps = 0  # since this object was made
-        self._saved: SavedRamp | None = None  # what was loaded, until the next step
+        self._saved: SavedRamp | None = None  # loaded state, until the next step
         self._supply = Supply(optimizer)
         if loader is not None:
             self._bind(loader)
         self._port.observer = self
 
     def _set_units(self, units: int) -> None:
-        """Begin with this number of units. Raise if it, or the largest batch, is not allowed."""
         most = self._most_units
         if most < units:
             raise ValueError(
-                f"max_scale={self.max_scale:g} is below the present scale of "
-                f"{self.optimizer.scale:g}: a pass on {self._port.batch.workers} worker(s) is a "
+                f"max_scale={self.max_scale:g} is below the current scale of "
+                f"{self.optimizer.scale:g}: a pass on {self._port.batch.workers} worker(s) has a "
                 f"scale of {self._scale_per_unit:g}, and a step has {units} of them. Raise "
-                "max_scale, or begin with fewer passes or a smaller micro-batch."
+                "max_scale, or start with fewer passes or a smaller micro-batch."
             )
-        # raises if the rule cannot scale this optimizer that far
+        # Raises if the rule cannot scale this optimizer to the largest batch.
         self._port.check_step(most, self._scale_per_unit)
         self._limits = replace(self._limits, most=most)
         self._units = units
@@ -150,20 +148,19 @@ class Ramp:
 
     @property
     def _most_units(self) -> int:
-        """The most units of a step."""
         return math.floor(self.max_scale / self._scale_per_unit + 1e-9)
 
     def _bind(self, loader: StepLoader) -> None:
-        """Count in the units of this loader from now on."""
+        """Count in units of this loader from now on."""
         if self._loader is loader:
             return
         if self._loader is not None:
             raise ValueError(
-                "this Ramp has another AdaptiveDataLoader already: make one of each for a run."
+                "this Ramp already has an AdaptiveDataLoader. Make a Ramp and a loader per run."
             )
         before = self.scale
         self._loader = loader
-        # a continued run has a batch already
+        # A resumed run already has a batch.
         if self._steps:
             self._set_units(max(1, round(before / loader.scale_per_unit)))
         else:
@@ -179,7 +176,7 @@ class Ramp:
 
     @property
     def passes(self) -> int:
-        """Backward passes of the next step; all ranks have the same number."""
+        """Backward passes of the next step, equal on all ranks."""
         return self._size.passes
 
     @property
@@ -189,7 +186,6 @@ class Ramp:
 
     @property
     def _size(self) -> StepSize:
-        """The size of the next step, as the loader divides its units into passes."""
         if self._loader is None:
             return StepSize(self._units, 1)
         return self._loader.size_of(self._units)
@@ -203,23 +199,22 @@ class Ramp:
     def over(
         self, loader: Iterable[Batch], count: Callable[[Batch], int | float | Tensor] | None = None
     ) -> Iterator[MicroBatches[Batch]]:
-        """Yield the micro-batches of one step after another, until the data has ended.
+        """Yield the micro-batches of each step, until the data has ended.
 
         Call `optimizer.step()` once for each item. At the end of the data a step may have fewer
-        micro-batches than before. If ranks have different numbers of micro-batches, all ranks end
-        with the rank that has the fewest.
+        micro-batches. If ranks have different numbers of micro-batches, all ranks end with the rank
+        that has the fewest.
 
-        The micro-batches of an `AdaptiveDataLoader` grow themselves, up to its
-        `max_local_batch_size`. Batches of a `Cursor` that are only kept ready do not count as
-        trained on.
+        The micro-batches of an `AdaptiveDataLoader` grow, up to its `max_local_batch_size`. Batches
+        of a `Cursor` count as trained only when handed out.
 
-        `count` says how many tokens a micro-batch has. Call `backward()` on
-        `micro_batches.mean(loss_sum)` then: the step's loss is the mean over all its tokens
-        (`WeightedMean` explains it).
+        `count` returns the number of tokens in a micro-batch. In this case, call `backward()` on
+        `micro_batches.mean(loss_sum)`: the step's loss is the mean over all tokens (see
+        `WeightedMean`).
         """
         if isinstance(loader, StepLoader):
             self._bind(loader)
-        self._timer.skip()  # the time between two epochs is not a step's
+        self._timer.skip()  # the time between two epochs belongs to no step
         if isinstance(loader, StepLoader):
             for step in loader.steps(self._next_size):
                 self._begin_step(loader.size)
@@ -231,7 +226,7 @@ class Ramp:
             for step in self._supply.steps(loader, self._next_units, self._look_ahead):
                 self._begin_step(StepSize(len(step), 1))
                 yield self._micro_batches(step, count)
-        self._begin_step(StepSize(self._units, 1))  # the last one may have been short
+        self._begin_step(StepSize(self._units, 1))  # the last step may have been short
 
     def _next_size(self) -> StepSize:
         return self._size
@@ -242,7 +237,7 @@ class Ramp:
     def _over_cursor(
         self, cursor: BaseCursor, count: Callable[[Any], int | float | Tensor] | None
     ) -> Iterator[MicroBatches[Any]]:
-        """Yield steps of a cursor's batches, each counted when it is handed out."""
+        """Yield steps of a cursor's batches, each counted when handed out."""
         with cursor.ahead() as batches:
             for step in self._supply.steps(batches, self._next_units, self._look_ahead):
                 counts: list[int | float | Tensor] = []
@@ -275,26 +270,25 @@ class Ramp:
     def _micro_batches(
         self, step: list[Batch], count: Callable[[Batch], int | float | Tensor] | None
     ) -> MicroBatches[Batch]:
-        """Return a step for the loop; with `count`, its losses are weighted by tokens."""
         mean = None
         if count is not None:
             mean = WeightedMean(list(map(count, step)), self.optimizer)
         return MicroBatches(step, self._no_sync, mean)
 
     def _look_ahead(self) -> int:
-        """Return how many micro-batches to keep ready: enough for the steps until ranks report."""
+        """Return the number of micro-batches to have ready until ranks report."""
         largest = math.ceil(self._units * GROWTH) + 1
         return min(largest, self._limits.most) * 2
 
     # -- what the rule calls -------------------------------------------------------------------
 
     def report(self) -> RankReport:
-        """Return how long this rank's last step took, and how many batches it has ready."""
+        """Return the time of this rank's last step, and the number of ready batches."""
         seconds, passes = self._timer.last
         return RankReport(seconds=seconds, timed_passes=passes, batches=self._supply.report())
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
-        """As the optimizer has stepped: take the step's time, and decide about the next steps."""
+        """After an optimizer step, take its time and decide about the next steps."""
         units = self.optimizer.passes
         if self._loader is not None:
             units *= self._loader.size.per_pass
@@ -306,16 +300,16 @@ class Ramp:
         self._timer.add_reports(reports)
         if self._steps % EVERY == 0 or self._decides_every_step():
             self._decide()
-        # In a loop over data the rule shows this step's batch until the next one is handed out.
+        # In a loop over data, the rule describes this step until the next is handed out.
         if self._loader is None and not self._supply.hands_out:
             self._begin_step(StepSize(self._units, 1))
 
     def after_sync(self, seconds: float) -> None:
-        """Add the time of a sync round: every step of the blocks has its share of it."""
+        """Add the time of a sync round, which all steps share."""
         self._timer.sync_rounds.latest += seconds
 
     def _decides_every_step(self) -> bool:
-        """Return whether to decide after every step, as the best batch is unknown or far away."""
+        """Return whether the best batch is unknown or distant."""
         if self._limits.goal != "time":
             return False
         if not self._port.history.average.measured:
@@ -324,7 +318,6 @@ class Ramp:
         return decision.reason in ("wait", "explore") or decision.target >= GROWTH * self._units
 
     def _decide(self) -> None:
-        """Choose the size of the next steps from the noise and the times measured so far."""
         fit = self._timer.times.fit()
         self._noise.forget_old()
         self._noise.set_memory()
@@ -334,7 +327,7 @@ class Ramp:
             fit,
             self._scale_per_unit,
             self._limits,
-            # The first number of passes need not be timed: any two others do as well.
+            # Two timed numbers of passes suffice, so the first step need not be timed.
             timed_here=fit is not None
             or self._steps == 1
             or self._size.units in self._timer.times.seconds_by_passes(),
@@ -342,32 +335,32 @@ class Ramp:
         self._units = self._decision.passes
 
     def begin_step(self, passes: int) -> None:
-        """Declare how many backward passes the next step has, if not `ramp.passes`.
+        """Declare the number of backward passes of the next step, if not `ramp.passes`.
 
-        This is for a loop that fetches its own data and has too few batches left. Call it on every
-        rank, before the step's first pass, and divide the step's losses by that number. The step
-        after it has `ramp.passes` again.
+        For a loop that fetches data otherwise and has too few batches left. Call it on every rank,
+        before the step's first pass, and divide the step's losses by `passes`. The following step
+        has `ramp.passes` again.
         """
         if self._loader is not None or self._port.batch.loop.decides:
             raise RuntimeError(
-                "begin_step() is for a loop that fetches its own data and declares its passes. "
-                "Here the AdaptiveDataLoader or the trainer's loop does."
+                "begin_step() is for a loop that fetches data without `over` and declares its "
+                "passes. Here the AdaptiveDataLoader or the trainer's loop does."
             )
         passes = whole(PASSES, passes, least=1, why=PER_STEP)
         self._port.check_between_steps("begin_step()")
         self._begin_step(StepSize(passes, 1))
 
     def skip_time(self) -> None:
-        """Do not count the time since the last step as part of the next one.
+        """Exclude the time since the last step from the next step.
 
-        Call it after work that is no part of a step, such as a validation or a checkpoint.
+        Call it after work outside of steps, such as a validation or a checkpoint.
         """
         self._timer.skip()
 
     def _begin_step(self, size: StepSize) -> None:
-        """Let the rule expect a step of this size; all ranks do so between the same two steps."""
+        """Let the rule expect a step of this size, on all ranks at an equal step count."""
         self._expect(size)
-        # Not for a short step at the end of the data: the batch has not changed for good.
+        # Not for a short step at the end of the data.
         scale = self.scale
         if (
             size == self._size
@@ -416,7 +409,7 @@ class Ramp:
         return snapshot
 
     def state_dict(self) -> StateDict:
-        """Return what a continued run needs: the batch, and the times that were measured."""
+        """Return the batch and the measured times, for resuming."""
         return {
             "scale": self.scale,
             "workers": self._port.batch.workers,
@@ -429,12 +422,11 @@ class Ramp:
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue with the batch of a `state_dict`, on any number of workers.
 
-        With another number of workers a step takes a different time, which is measured anew.
+        With a different number of workers, step times are measured again.
         """
         self._take(SavedRamp.parse(state_dict))
 
     def _take(self, saved: SavedRamp) -> None:
-        """Continue with a saved ramp's batch, and with its times if the ranks are as many."""
         self._saved = saved
         self._steps = saved.steps
         self._moments_scale = saved.moments_scale
@@ -446,9 +438,9 @@ class Ramp:
         self.after_load()
 
     def after_load(self) -> None:
-        """Let the rule have this batch: state of its own, loaded before or after, has another.
+        """Set the rule to this batch: the rule's loaded state may have a different batch.
 
-        Its second moments follow with the next step.
+        The rule's second moments follow in the next step.
         """
         saved = self._saved
         self._port.set_scale_of_passes()  # from now on the batch changes
@@ -463,8 +455,6 @@ class Ramp:
 
 @dataclass(frozen=True)
 class SavedRamp:
-    """A ramp's state dict, parsed."""
-
     scale: float
     workers: int
     steps: int
@@ -476,7 +466,7 @@ class SavedRamp:
 
     @classmethod
     def parse(cls, state_dict: object) -> SavedRamp:
-        """Return the parsed state, or raise a ValueError; nothing is changed."""
+        """Return the parsed state, or raise a ValueError, without changes."""
         saved = SavedEntries(state_dict, "a Ramp")
         return cls(
             scale=saved.real("scale", above=0.0),
@@ -491,7 +481,7 @@ class SavedRamp:
 
 
 def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[object]]:
-    """Return a context in which the model's passes accumulate; raise if it has none."""
+    """Return a context in which the model's passes accumulate."""
     if model is None:
         return nullcontext
     no_sync = getattr(model, "no_sync", None)
@@ -500,8 +490,8 @@ def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[
         return partial(_without_sync, set_sync)
     if no_sync is None:
         raise TypeError(
-            f"model={type(model).__name__} has no no_sync(). Give the module that averages the "
-            "gradients, such as DistributedDataParallel, or leave it out if none does."
+            f"model={type(model).__name__} has no no_sync(). Pass the module that averages the "
+            "gradients, such as DistributedDataParallel, or omit model= if no module does."
         )
     contexts: Iterator[Callable[[], AbstractContextManager[object]]] = repeat(no_sync)
     if getattr(model, "static_graph", False):
@@ -512,7 +502,7 @@ def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[
 
 @contextmanager
 def _without_sync(set_sync: Callable[[bool], object]) -> Iterator[None]:
-    """Let a module of `fully_shard` accumulate inside, as `no_sync()` of others does."""
+    """Let a module of `fully_shard` accumulate inside, like `no_sync()` of other modules."""
     set_sync(False)
     try:
         yield

@@ -1,24 +1,23 @@
-"""Scaling rules, and the noise of the gradient that they need.
+"""Scaling rules: learning rates for larger batches, from measured gradient noise.
 
 To understand AdaScale, read five files in this order:
 
-_hooks.py           hooks where autograd adds to `param.grad`: |g| of each parameter in one pass;
-                    under `fully_shard`, the tensors that autograd computes on
-_step.py            one step as a value that grows: its passes, their squares, who divides; and the
-                    size of its batch
-_optimizer.py       `RuleCore`, all that a rule holds, and `step`
-_noise.py           norms to signal and noise, smoothed over steps, and to the gain (floats)
+_hooks.py           autograd hooks that measure |g| of each parameter in each backward pass,
+                    including the unsharded tensors of `fully_shard`
+_step.py            size of the batch, passes of a step, divisor of the gradient
+_optimizer.py       `RuleCore`, the state of a rule, and `step`
+_noise.py           norms to signal and noise, moving averages, gain (floats only)
 _rules.py           AdaScale, AdamScale, LinearScale, SqrtScale, LEGWScale
 
-Beside them:
+Supporting files:
 
-_mean_gradient.py   |G|^2 of the averaged gradient, or of the last two if a step has only one
-_payload.py         what a rank sends at the end of a step, what comes back, what must agree
-_preconditioned.py  the other kind of norm: of a gradient as Adam or RMSprop divides it;
-                    and second moments that follow a batch whose size changes
-_rule_base.py       the rule as a user meets it: arguments, readings, state: `ScalingRuleBase`
-_binding.py         what is changed on an optimizer that a rule holds, and what is checked before
-_settings.py        options, and the loop that decides about passes
+_mean_gradient.py   |G|^2 of the averaged gradient, or of two consecutive gradients
+_payload.py         the collective of a step, with checks that ranks agree
+_preconditioned.py  norms of gradients after Adam's or RMSprop's division, and second moments
+                    after a change of the batch size
+_rule_base.py       `ScalingRuleBase`, the public interface: arguments, statistics, state
+_binding.py         changes to a wrapped optimizer
+_settings.py        options, the `Accumulation` protocol
 _progress.py        `ProgressScheduler`: schedules by progress
 _weighted_mean.py   `WeightedMean`: the mean loss over micro-batches of different sizes
 _noise_scale.py     `NoiseScale`: measure only
@@ -31,4 +30,4 @@ from manyhands.scaling._settings import Accumulation
 __all__ = ["Accumulation", "LoopPort", "NoiseAverage", "ScalingRuleBase"]
 
 for _public in (Accumulation, LoopPort, NoiseAverage, ScalingRuleBase):
-    _public.__module__ = __name__  # what tracebacks and help() show
+    _public.__module__ = __name__  # for tracebacks and help()

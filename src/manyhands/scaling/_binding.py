@@ -1,7 +1,7 @@
 """Bind a rule to an optimizer, and replace methods of the optimizer.
 
-A bound rule is an optimizer around another one (`_optimizers/wrappers.py`). It calls the
-optimizer's own methods, which are kept here: `patch` replaces them on the instance.
+A bound rule wraps the optimizer (`_optimizers/wrappers.py`), and calls the original methods
+that `Binding` stores. `patch` replaces the methods on the instance.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from manyhands._ranks.ranks import RankGroup
 from manyhands.scaling._settings import Options
 from manyhands.scaling._step import Batch
 
-KEY = "manyhands"  # of the rule's entry in the optimizer's state dict
-MARK = "_manyhands_rule"  # the optimizer's attribute that refers to the rule
+KEY = "manyhands"  # the rule's entry in the optimizer's state dict
+MARK = "_manyhands_rule"  # the optimizer's attribute with a reference to the rule
 AMP = "_step_supports_amp_scaling"
 PATCHED = ("step", "zero_grad", "state_dict", "load_state_dict", AMP)
 
 
 def claimed_by(optimizer: Optimizer) -> Optimizer | None:
-    """Return the rule that `Binding.claim` marked the optimizer with, while the rule exists."""
-    mark = optimizer.__dict__.get(MARK)  # not that of an optimizer inside
+    """Return the existing rule that `Binding.claim` has stored on the optimizer."""
+    mark = optimizer.__dict__.get(MARK)  # excludes attributes of an inner optimizer
     if mark is None:
         return None
     rule: Optimizer | None = mark()
@@ -36,7 +36,7 @@ def claimed_by(optimizer: Optimizer) -> Optimizer | None:
 
 
 class Binding:
-    """A rule's hold on an optimizer: its own methods, and what was changed on it."""
+    """An optimizer's original methods, and a rule's changes to the instance."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -46,18 +46,17 @@ class Binding:
         self.load_state_dict = optimizer.load_state_dict
         self.supports_amp = supports_amp(optimizer)
         self.patched = False
-        self._before: dict[str, object] = {}  # attributes of the instance that `patch` has replaced
+        self._before: dict[str, object] = {}  # instance attributes replaced by `patch`
 
     def claim(self, rule: Optimizer) -> None:
-        """Mark the optimizer as this rule's: `rule_of` finds it, and a second rule is refused."""
+        """Store a reference to the rule, for `rule_of` and to prevent a second rule."""
         setattr(self.optimizer, MARK, weakref.ref(rule))  # weak: no cycle
 
     def patch(self, rule: Optimizer) -> None:
-        """Make the optimizer's own methods the rule's, as adaptdl does, until `release`.
+        """Replace the optimizer's methods by the rule's, as adaptdl does, until `release`.
 
-        `optimizer.step()` and `.zero_grad()` become the rule's. So do `state_dict` and
-        `load_state_dict`: a loop that steps the optimizer also saves it, and statistics and
-        progress belong to what is saved.
+        A loop that calls the optimizer's `step` also calls `state_dict` and `load_state_dict`,
+        which must include the rule's statistics and progress.
         """
 
         def forward(name: str) -> Callable[..., Any]:
@@ -67,8 +66,8 @@ class Binding:
             return call
 
         def load_state_dict(_: Optimizer, state_dict: StateDict) -> None:
-            # Without our entry (of a bare run, or from torch.distributed.checkpoint) it is the
-            # optimizer's alone: statistics and progress stay as they are.
+            # Without our entry (a bare run, or torch.distributed.checkpoint), the dict contains
+            # only the optimizer's state. Statistics and progress do not change.
             if KEY in state_dict:
                 rule.load_state_dict(dict(state_dict))
             else:
@@ -78,15 +77,14 @@ class Binding:
         functions["load_state_dict"] = load_state_dict
         self.patched = True
         attributes = self.optimizer.__dict__
-        # a scheduler may have put another `step` on the optimizer before
+        # A scheduler may have replaced `step` on the instance.
         self._before = {name: attributes[name] for name in PATCHED if name in attributes}
         for name, function in functions.items():
-            # bound methods: schedulers wrap `optimizer.step.__func__`
+            # Bound methods, because schedulers wrap `optimizer.step.__func__`.
             setattr(self.optimizer, name, MethodType(function, self.optimizer))
         setattr(self.optimizer, AMP, True)
 
     def release(self) -> None:
-        """Give the optimizer its own methods back, and remove the mark: the rule was unhooked."""
         attributes = self.optimizer.__dict__
         attributes.pop(MARK, None)
         if self.patched:
@@ -96,10 +94,9 @@ class Binding:
         self.patched = False
 
     def is_initializing_state(self) -> bool:
-        """Return whether torch.distributed.checkpoint is making the optimizer create its state.
+        """Return whether torch.distributed.checkpoint lets the optimizer create state.
 
-        It does so with a step at learning rate 0 along gradients that it has set to zero, without
-        a backward pass.
+        It calls `step` at learning rate 0 with zero gradients, after no backward pass.
         """
         if self.optimizer.state:
             return False
@@ -113,9 +110,9 @@ class Binding:
 
 
 def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> None:
-    """Raise if this is no optimizer, or one that another rule wraps already.
+    """Raise if this is not an optimizer, or if another rule wraps it.
 
-    `rule` is the name of the rule's class, and `rules` the base of all of them.
+    `rule` is the name of the rule's class, and `rules` the base of all rules.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{rule} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -125,13 +122,13 @@ def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> N
     other = claimed_by(optimizer)
     if other is not None:
         name = type(other).__name__
-        raise RuntimeError(f"the optimizer is wrapped by a {name} already: unhook() that first.")
+        raise RuntimeError(f"the optimizer is wrapped by a {name} already: call its unhook().")
 
 
 def check_ranks_agree(
     optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Options
 ) -> None:
-    """Raise on every rank if they have other options or other parameters."""
+    """Raise on every rank if options or parameters differ between ranks."""
     groups = optimizer.param_groups
     params = params_of(groups)
     scale = batch.scale_for(batch.passes)

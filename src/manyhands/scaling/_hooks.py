@@ -1,40 +1,33 @@
 """Measure |g| of every parameter in a backward pass, where autograd adds to `param.grad`.
 
-`PlainNorm` takes the norm, or Adam's in `_preconditioned.py`.
+`PlainNorm` computes Euclidean norms; `_preconditioned.py` computes Adam's.
 
-A tensor's own hooks are no place to measure: a user's hooks that are registered later would change
-the gradient afterwards. The hook is therefore on the parameter's `AccumulateGrad` node, which all
-of the tensor's hooks come before, and DDP's averaging after. The node belongs to the tensor as it
-is: `module.to(...)` gives a parameter a new one without our hook.
+The hooks are on each parameter's `AccumulateGrad` node, which runs after all hooks of the tensor
+and before DDP averages. `module.to(...)` may give a parameter a new node without our hook.
 
-`GradientVersion` finds out, without reading values, whether anybody has changed a gradient since.
+On a GPU, a norm of a single gradient takes more time on the host than on the device. Gradients are
+therefore queued until they have `TOGETHER` elements, and measured together. The queue contains
+aliases: autograd copies a gradient into `.grad` if another reference to the tensor exists. An
+autograd callback measures the rest before DDP's callback, which writes the means into the same
+memory.
 
-On a GPU a norm of one gradient costs the host more than the device. So gradients are held until
-they have `TOGETHER` elements, and measured in one call. What is held is an alias: autograd makes
-the gradient itself `.grad`, without a copy, only if nobody else has it. The last ones are measured
-in a callback of autograd's that comes before DDP's, which writes the means into the same memory.
-
-Tensors held, and when
+Memory
     norms          parameter index -> |g|, from the pass's first gradient until `reset`
-    held           parameter index -> a gradient on a device that is still to be measured
-    partial_sums   parameter index -> the sum of its gradients, if one micro-batch has several:
-                   inside `one_sample`, and for a parameter that several reentrant checkpoints share
+    queued         parameter index -> an unmeasured gradient on a device
+    partial_sums   parameter index -> the sum of gradients, if a micro-batch has two or more:
+                   inside `one_sample`, and for a parameter shared by reentrant checkpoints
 
-**Under `fully_shard`** the optimizer holds DTensors, on which no hook of autograd ever fires.
-Around forward and backward, `fully_shard` puts *unsharded* parameters into the modules in their
-place. Each of these is always the same object, although its memory is allocated and freed. Its
-gradient is that of one micro-batch on one rank.
+**`fully_shard`.** The optimizer's parameters are DTensors, for which autograd hooks never run.
+During forward and backward, `fully_shard` replaces the DTensors by *unsharded* parameters,
+permanent objects with temporary memory.
 
-Only public interfaces are used to find them. While a module is sharded, its parameters *are* the
-optimizer's, by identity, so that names are certain. `unshard()` puts the unsharded ones in under
-the same names, and `reshard()` takes them out. That is an all-gather of the parameters, one module
-at a time, when the rule is made. Nothing stays behind in the modules: no forward hooks whose order,
-repetition in checkpoints or effect on torch.compile would matter.
+In a sharded module, the parameters are the optimizer's, by identity, which determines their names.
+`unshard()` inserts the unsharded parameters under these names, and `reshard()` removes these. This
+public interface costs an all-gather of the parameters, module by module, when the rule is created.
 
-An optimizer does not know its modules. Unless the model is an argument, Python's garbage collector
-is asked for the instances of the classes that `fully_shard` makes, which are few. (A global forward
-hook would see the modules too, but only those that are called, and perhaps only after their
-parameters have been replaced.)
+Unless the model is an argument, the garbage collector returns the few instances of the classes that
+`fully_shard` creates. (A global forward hook would find only modules that are called, possibly
+after the replacement of their parameters.)
 """
 
 from __future__ import annotations
@@ -60,40 +53,37 @@ from manyhands._tensors.flat import SHORT, DTensorShards, is_dtensor, local_shar
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-# On a GPU norms stay there, as waiting for them would cost more than the work. On a CPU plain
-# floats cost a fraction of what one-element tensors do.
+# Floats on a CPU, where tensors are much slower. On a GPU, a float would
+# require a synchronization.
 Norm = Tensor | float
 
-# (parameter index, elements of its gradient that this rank holds, a function that takes the same
-# elements out of any tensor of the parameter's shape)
+# (parameter index, local elements of the gradient, a function that selects these elements of any
+# tensor of the parameter's shape)
 GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
 
 
-# Elements of gradients on a device that go through an operation in one call. torch gives 65,536 of
-# them to a block of threads: fewer do not keep an H200 busy (2**22: 3.1 ms for 124 M quotients,
-# 2**24: 2.4 ms, 2**26: 2.1 ms), and more hold more memory.
+# Elements of gradients on a device per operation. torch assigns 65,536 to a block of
+# threads: fewer elements do not saturate an H200 (2**22: 3.1 ms for 124 M quotients, 2**24: 2.4 ms,
+# 2**26: 2.1 ms), and more need more memory.
 TOGETHER = 16 * 2**20
 
 
 class PlainNorm:
-    """Norms of gradients: here the Euclidean ones. A subclass takes others (`_preconditioned.py`).
+    """Euclidean norms of gradients. Subclasses define other norms (`_preconditioned.py`).
 
-    An index says whose gradient it is. Each norm is a tensor without dimensions, or on a CPU also a
-    float: every operation on a small tensor costs some microseconds. Norms are taken of a pass's
-    gradients, of the mean and of differences of means, and in measured steps only. A rule's is made
-    by `_make_norm`, anew for a copy, and saved and loaded with the rule.
+    Methods identify a gradient by the parameter's index. Norms are computed of a pass's
+    gradients, of the mean, and of differences of means.
     """
 
-    columns = 0  # numbers in a row of `to_state`; none may be below 0
+    columns = 0  # numbers in a row of `to_state`
 
     def one(self, index: int, grad: Tensor) -> Norm:
-        """Return the norm of one whole gradient."""
         return norm(grad)
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Sequence[Norm]:
-        """Return the norm of each of several whole gradients.
+        """Return the norms of full gradients.
 
-        Short dense float32 gradients are taken in one call, and the others one by one.
+        One call measures all dense float32 gradients that are short or on a device.
         """
         norms: list[Norm] = []
         together = {}
@@ -111,63 +101,60 @@ class PlainNorm:
         return norms
 
     def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
-        """Return the norm of each slice."""
         return self.many([], [elements for _, elements, _ in slices])
 
     @property
     def norm_kind(self) -> str:
-        """Which gradients the norms are of at present: "plain" or "preconditioned"."""
+        """The gradients of the current norms: "plain" or "preconditioned"."""
         return "plain"
 
-    # A plain norm does not depend on the optimizer, so there is nothing to follow or to save.
+    # A plain norm does not depend on the optimizer and has no state.
 
     def optimizer_stepped(self) -> None:
-        """React to a step that has changed the optimizer's state. Called on every rank."""
+        """Update after a step that changed the optimizer's state. Called on every rank."""
 
     def moments_changed(self) -> None:
-        """Read the optimizer's state anew: `follow_batch` has changed it. Called on every rank."""
+        """Read the optimizer's state after `follow_batch` changed it. Called on every rank."""
 
     def refresh(self) -> None:
-        """Look at the optimizer again, after a group was added or its state was replaced."""
+        """Update references to the optimizer after a new group or replaced state."""
 
     def to_state(self) -> list[list[float]]:
-        """Return what a bitwise continuation needs, in rows of `columns` numbers."""
+        """Return the state, in rows of `columns` numbers."""
         return []
 
     def load_state(self, state: list[list[float]]) -> None:
-        """Continue from `to_state`."""
+        """Restore a state from `to_state`."""
 
 
 class GradientHooks:
-    """Hooks on the tensors on which autograd computes; removed when this object is dropped.
+    """Hooks that measure gradients in a backward pass. Deleting this object removes the hooks.
 
-    Every hook calls `passes`, which finds out when a backward pass begins and ends.
+    Every hook notifies `passes`, which detects the beginning and end of a backward pass.
     """
 
     def __init__(self, norms: PlainNorm, passes: BackwardPasses) -> None:
         self.passes = passes
         self.norms: dict[int, Norm] = {}
         self.partial_sums: dict[int, Tensor] = {}
-        self.held: dict[int, tuple[Tensor, int]] = {}  # with its version
-        self.valid = True  # False if a gradient was seen only in part
-        self.sums_gradients = False  # whether the gradients of several passes belong together
-        self.idle = False  # whether the step under way is not measured
-        self.first_index = 0  # of the parameter whose gradient came first in the pass
+        self.queued: dict[int, tuple[Tensor, int]] = {}
+        self.valid = True  # False if a gradient was measured incompletely
+        self.sums_gradients = False  # whether to sum the gradients of consecutive passes
+        self.idle = False  # whether the current step is not measured
+        self.first_index = 0  # of the parameter with the pass's first gradient
         self.trainable: list[int] = []
         self._params: Sequence[Tensor] = []
         self._kind = norms
         self._paused = False
-        # parameters whose gradient has come in several parts, ever
-        self._repeated: set[int] = set()
-        self._elements = 0  # of the gradients that are held
-        self._at_once: set[int] = set()  # parameters whose gradients others change within the pass
+        self._repeated: set[int] = set()  # indices with gradients in parts
+        self._elements = 0  # of the queued gradients
+        self._never_queued: set[int] = set()  # indices with gradients that other code modifies
         self._handles: list[tuple[RemovableHandle, Tensor, Node]] = []
 
     def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:
-        """Measure the gradients of these parameters, and no others.
+        """Measure the gradients of these parameters only.
 
-        Most `params` are what autograd computes on. For the DTensors of `fully_shard`, `unsharded`
-        has the tensor that takes their place during forward and backward.
+        `unsharded` contains the tensors that replace the DTensors of `fully_shard` in forward.
         """
         self.remove()
         self._on_cpu = all(param.device.type == "cpu" for param in params)
@@ -176,7 +163,7 @@ class GradientHooks:
         plain = type(self._kind).one is PlainNorm.one
         self._plain_and_short: set[int] = set()
         receive = partial(_on_gradient, weakref.ref(self))
-        self._handles = []  # with its node, which is compared in `parameters_moved`
+        self._handles = []
         for index, param in enumerate(self._params):
             if plain and param.numel() <= SHORT:
                 self._plain_and_short.add(index)
@@ -184,28 +171,23 @@ class GradientHooks:
                 node = _accumulator(param)
                 handle = node.register_prehook(partial(receive, index))
                 self._handles.append((handle, param, node))
-        # The list is the finalizer's argument, not `self`, which could then never be dropped.
+        # The finalizer's argument is the list, because `self` would then stay alive.
         weakref.finalize(self, _remove_hooks, self._handles)
 
     def remove(self) -> None:
-        """Remove the hooks."""
         _remove_hooks(self._handles)
 
     @property
     def active(self) -> bool:
-        """Whether the hooks have not been removed."""
         return bool(self._handles)
 
     @property
     def parameters_moved(self) -> bool:
-        """Whether parameters were moved or converted since, which takes their hooks away."""
+        """Whether parameters have lost their hooks, because they were moved or converted."""
         return any(_accumulator(param) is not node for _, param, node in self._handles)
 
     def replay(self, result: object, closure: Callable[[], object]) -> Callable[[], object]:
-        """Return a closure that has run already, with this result; further calls are not measured.
-
-        LBFGS evaluates the same samples again.
-        """
+        """Return a closure that first returns `result`, and measures no further calls (LBFGS)."""
         results = [result]
 
         def replayed() -> object:
@@ -220,16 +202,15 @@ class GradientHooks:
         return replayed
 
     def reset(self) -> None:
-        """Drop a pass's norms: they are in the step's sums by now, or they are not wanted."""
         self.norms = {}
         self.partial_sums = {}
-        self.held = {}
+        self.queued = {}
         self.valid = True
         self._elements = 0
 
     def finish_pass(self, factor: float) -> dict[int, Norm]:
-        """Return the norms of the pass, those of summed gradients included, times a factor."""
-        self.measure_held()
+        """Return the norms of the pass, including summed gradients, multiplied by `factor`."""
+        self.measure_queued()
         for index, partial_sum in self.partial_sums.items():
             self.norms[index] = self._kind.one(index, partial_sum)
         if factor != 1.0:
@@ -237,42 +218,37 @@ class GradientHooks:
         return self.norms
 
     def enter(self, index: int, task: int) -> None:
-        """React to the first gradient of a backward pass (`task`), of the parameter `index`."""
         self.first_index = index
         self.passes.enter(task)
         if not self._on_cpu:
-            queue_callback(self.measure_held)
+            queue_callback(self.measure_queued)
 
-    def hold(self, index: int, grad: Tensor) -> None:
-        """Keep a gradient on a device until there are enough to measure them in one call."""
+    def queue(self, index: int, grad: Tensor) -> None:
         alias = grad.detach()
-        self.held[index] = alias, alias._version
+        self.queued[index] = alias, alias._version
         self._elements += alias.numel()
-        # In its first pass a DDP with static_graph=True averages before our callback.
+        # In the first pass, a DDP with static_graph=True averages before our callback.
         first = self.passes.count == 1
-        if first or self._elements >= TOGETHER or index in self._at_once:
-            self.measure_held()
+        if first or self._elements >= TOGETHER or index in self._never_queued:
+            self.measure_queued()
 
-    def measure_held(self) -> None:
-        """Measure the gradients that are held."""
-        # If somebody has changed one meanwhile (a hook on `.grad`), this step's statistics are
-        # spoiled, this once: from now on that parameter's gradient is measured as it comes.
-        if not self.held:
+    def measure_queued(self) -> None:
+        # If other code (a hook on `.grad`) has changed a gradient, this step's statistics are
+        # invalid. Later gradients of that parameter are measured immediately.
+        if not self.queued:
             return
-        changed = {i for i, (grad, version) in self.held.items() if grad._version != version}
+        changed = {i for i, (grad, version) in self.queued.items() if grad._version != version}
         self.valid = self.valid and not changed
-        self._at_once |= changed
-        grads = [grad for grad, _ in self.held.values()]
-        self.norms.update(zip(self.held, self._kind.many([*self.held], grads), strict=True))
-        self.held = {}
+        self._never_queued |= changed
+        grads = [grad for grad, _ in self.queued.values()]
+        self.norms.update(zip(self.queued, self._kind.many([*self.queued], grads), strict=True))
+        self.queued = {}
         self._elements = 0
 
     def _on_repeated_gradient(self, index: int, grad: Tensor) -> None:
-        """Add the second part of a gradient that comes in parts."""
-        # A reentrant checkpoint that runs its parameter again causes this. The first part was
-        # measured and not kept. If `.grad` has the norm that was measured, `.grad` is the first
-        # part alone. If not, this step's statistics are spoiled, this once: from now on, parts of
-        # this parameter's gradient are summed.
+        # A reentrant checkpoint that uses the parameter again causes this. If the norm of `.grad`
+        # equals the measured norm, `.grad` is the first part. Otherwise, the statistics of this
+        # step are invalid. In later steps, all parts of the gradient are summed.
         self._repeated.add(index)
         first = self._params[index].grad
         measured = float(self.norms.pop(index))
@@ -287,7 +263,7 @@ class GradientHooks:
 def _on_gradient(
     hooks_ref: weakref.ref[GradientHooks], index: int, grads: tuple[Tensor | None]
 ) -> None:
-    """Measure a parameter's gradient. (Called for each parameter: every microsecond counts.)"""
+    """Measure a parameter's gradient. (Called for each parameter, so speed is essential.)"""
     hooks = hooks_ref()
     grad = grads[0]
     if hooks is None or grad is None or hooks._paused:
@@ -296,24 +272,24 @@ def _on_gradient(
     if task != hooks.passes.task:
         hooks.enter(index, task)
     if hooks.idle:
-        hooks.norms[index] = 0.0  # that there is a gradient is all that counts
+        hooks.norms[index] = 0.0  # only the presence of a gradient is recorded
         return
     if grad.requires_grad:  # with create_graph=True
         grad = grad.detach()
     if hooks.sums_gradients or index in hooks._repeated:
         partial_sum = hooks.partial_sums.get(index)
-        # a copy, because autograd may reuse the memory of `grad` for `.grad`
+        # Copy, because autograd may use the memory of `grad` for `.grad`.
         hooks.partial_sums[index] = grad.clone() if partial_sum is None else partial_sum + grad
         return
-    if index in hooks.norms or index in hooks.held:
-        hooks.measure_held()
+    if index in hooks.norms or index in hooks.queued:
+        hooks.measure_queued()
         hooks._on_repeated_gradient(index, grad)
         return
     if not hooks._on_cpu:
-        hooks.hold(index, grad)
+        hooks.queue(index, grad)
         return
     if index in hooks._plain_and_short and grad.dtype is float32 and grad.layout is strided:
-        # What `one` would do, without a Python call: most parameters of most models end here.
+        # This repeats `one`, to save a Python call for most parameters.
         measured: Norm = vector_norm(grad)
     else:
         measured = hooks._kind.one(index, grad)
@@ -321,10 +297,9 @@ def _on_gradient(
 
 
 def _accumulator(param: Tensor) -> Node:
-    """Return the node that adds to `param.grad`."""
-    # A frozen parameter gets one too, so that it is measured once it is unfrozen.
+    # Frozen parameters get a node too, and are measured after unfreezing.
     frozen = not param.requires_grad
-    if frozen:  # torch makes the node only for a tensor that requires a gradient
+    if frozen:  # torch creates the node only for a tensor that requires a gradient
         param.requires_grad_(True)
     node = get_gradient_edge(param).node
     if frozen:
@@ -339,11 +314,6 @@ def _remove_hooks(handles: list[tuple[RemovableHandle, Tensor, Node]]) -> None:
 
 
 class GradientVersion:
-    """A parameter's gradient at one moment: which tensor it was, and its version.
-
-    Comparing versions tells whether anybody has touched the gradient, without reading its values.
-    """
-
     def __init__(self, param: Tensor) -> None:
         self.param = param
         self.grad = param.grad
@@ -356,22 +326,21 @@ class GradientVersion:
 
 
 def _version(grad: Tensor | None) -> int:
-    """Return a number that changes with every in-place operation."""
     if grad is None:
         return -1
     if type(grad) is Tensor or not is_dtensor(grad):
         return grad._version
-    # Operations on a DTensor may count on the DTensor or on its local tensor, so add both.
+    # Operations on a DTensor may increment the version of the DTensor or of the local tensor.
     return grad._version + local_shard(grad)._version
 
 
 def any_values(params: Sequence[Tensor]) -> bool:
-    """Return whether any gradient has an element that is not zero. Waits for a GPU."""
+    """Return whether any gradient has a nonzero element. Synchronizes with a GPU."""
     return any(_has_values(local_shard(p.grad)) for p in params if p.grad is not None)
 
 
 def _has_values(grad: Tensor) -> bool:
-    if isinstance(grad, ShardedGradient):  # this rank may hold no element of it
+    if isinstance(grad, ShardedGradient):
         return not grad.zeroed
     if grad.layout == torch.sparse_coo:
         grad = grad.coalesce().values()
@@ -384,21 +353,21 @@ def _has_values(grad: Tensor) -> bool:
 def unsharded_parameters(
     params: Sequence[Tensor], model: nn.Module | None = None
 ) -> dict[int, Tensor]:
-    """Return index in `params` -> the unsharded parameter that the model computes with.
+    """Return the unsharded parameters of the model, by index in `params`.
 
-    Call it on every rank: it gathers the parameters.
+    Call this function on every rank, because it gathers the parameters.
     """
     index_of: dict[int, int] = {}
     for i, param in enumerate(params):
         if is_dtensor(param):
-            DTensorShards.of(param)  # raises before any collective if it cannot be measured
+            DTensorShards.of(param)  # raises for unsupported parameters, before any collective
             index_of[id(param)] = i
     if not index_of:
         return {}
     modules = fsdp_modules(model)
     owned, missing = _names_by_module(modules, index_of)
     if missing:
-        # After a forward without backward the outermost module is still unsharded.
+        # After a forward pass without backward, the outermost module is still unsharded.
         for module in modules:
             module.reshard()
         owned, missing = _names_by_module(modules, index_of)
@@ -407,17 +376,16 @@ def unsharded_parameters(
         raise ValueError(
             f"{len(missing)} of {len(index_of)} sharded parameters (the first has shape "
             f"{tuple(first.shape)}) are in no module that fully_shard was called on. "
-            "Make the optimizer after fully_shard, or pass the rule model=..."
+            "Create the optimizer after fully_shard, or pass model=... to the rule."
         )
     found: dict[int, Tensor] = {}
-    # Each unshard() is a collective, so the order must be the same on every rank. The garbage
-    # collector's is not; the parameters' is.
+    # Each unshard() is a collective. The garbage collector's order differs between ranks.
     for module, names in sorted(owned, key=lambda item: min(item[1])):
         module.unshard()
         for i, (holder, name) in names.items():
             replacement = holder._parameters[name]
             if replacement is None or is_dtensor(replacement):
-                raise ValueError("scaling works over fully_shard, not over tensor parallelism.")
+                raise ValueError("scaling supports fully_shard, but not tensor parallelism.")
             found[i] = replacement
         module.reshard()
     return found
@@ -428,18 +396,18 @@ def find_unaveraged_gradients(
 ) -> str | None:
     """Return an error message if `fully_shard` has not averaged all gradients of the last pass.
 
-    `measured` are the indices of the parameters that had a gradient in that pass.
+    `measured` contains the indices of the parameters with a gradient in that pass.
     """
     if any(i in unsharded and params[i].grad is None for i in measured):
         return (
             "after the step's last backward() there are gradients that fully_shard has not "
-            "averaged. Was that pass inside no_sync(), or after "
-            "set_requires_gradient_sync(False)? Only the passes before it may be."
+            "averaged. Run the last pass outside no_sync() and with "
+            "set_requires_gradient_sync(True)."
         )
     if any(param.grad is not None for param in unsharded.values()):
         return (
             "the step's last backward() has left gradients that fully_shard has not averaged: "
-            "a module that it was called on ran several times under reentrant checkpoints, "
+            "a module that it was called on ran more than once under reentrant checkpoints, "
             "which torch's fully_shard does not support. Pass use_reentrant=False to "
             "torch.utils.checkpoint.checkpoint, or wrap the module with mh.FSDP."
         )
@@ -447,14 +415,13 @@ def find_unaveraged_gradients(
 
 
 def fsdp_modules(model: nn.Module | None) -> list[FSDPModule]:
-    """Return the modules that `fully_shard` was called on: in the model, or, without one, all."""
+    """Return the modules that `fully_shard` was called on, in the model or in this process."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # never imported, and so never called
+    if fsdp is None:
         return []
     if model is not None:
         return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    # `fully_shard` gives each module a class of its own that derives from FSDPModule. An instance
-    # refers to its class, so the class's referrers are a short list to search.
+    # `fully_shard` creates subclasses of FSDPModule. Instances refer to their classes.
     classes = _with_subclasses(fsdp.FSDPModule)
     return [thing for thing in gc.get_referrers(*classes) if type(thing) in classes]
 
@@ -466,10 +433,10 @@ def _with_subclasses(cls: type) -> set[type]:
 def _names_by_module(
     modules: Sequence[FSDPModule], index_of: dict[int, int]
 ) -> tuple[list[tuple[FSDPModule, dict[int, tuple[nn.Module, str]]]], dict[int, int]]:
-    """Return each `fully_shard` module's parameters, with holder and name; and those missing."""
+    """Return each `fully_shard` module's parameters, with holder and name, and the missing."""
     missing = dict(index_of)
     owned = []
-    # The innermost modules first: each shards the parameters that no module inside it shards.
+    # Innermost modules first: each shards the parameters that no inner module shards.
     for fsdp_module in sorted(modules, key=_count_modules):
         names = {}
         for module in cast(nn.Module, fsdp_module).modules():

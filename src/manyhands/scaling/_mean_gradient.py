@@ -1,20 +1,17 @@
-"""Measure the norm of the mean gradient, once a step.
+"""Measure the norm of the mean gradient, once per step.
 
-Under DDP every rank holds all of the mean gradient. Long parameters are divided among the ranks,
-and each rank reads only its own. Short ones are measured by every rank: their squared norm is
-equal on all ranks only if the gradients were averaged at all (`RankReport.shared_square`). If
-gradients are sharded, each rank measures the slices that it holds.
+Under DDP, every rank stores the full mean gradient, and reads a share of the long parameters. Every
+rank measures the short ones: their squared norm is equal on all ranks only if the gradients were
+averaged (`RankReport.shared_square`). Of sharded gradients, each rank measures local slices.
 
-With one rank and one pass, a step has a single gradient a, and nothing to compare it with but the
-gradient b of the step before (`PreviousGradient`). As two small batches of one step of twice the
-size they give
+With a single rank and pass, a step has a single gradient a. It is compared with the gradient b of
+the previous step (`PreviousGradient`). As two small batches of a step of twice the size,
 
     sum of squares    |a|^2 + |b|^2
     mean's square     |(a + b) / 2|^2 = (|a|^2 + |b|^2) / 2 - |a - b|^2 / 4
 
-The second form is used: a and b are often nearly equal, and then only their difference is exact.
-The price is a copy of the gradient that is kept from one step to the next, and a second copy
-between `backward` and `step`, because a gradient that no step follows must not be remembered.
+The second form is numerically exact for nearly equal a and b. The comparison requires a copy of the
+gradient between steps, and a second copy between `backward` and `step`.
 """
 
 from __future__ import annotations
@@ -35,27 +32,24 @@ from manyhands._tensors.flat import DTensorShards, flatten, is_dtensor, local_sh
 from manyhands.scaling._hooks import GradientSlice, Norm, PlainNorm
 from manyhands.scaling._payload import LocalNumbers, Numbers, to_tensor
 
-UNDIVIDED = 4_096  # elements of a parameter that every rank measures
+UNDIVIDED = 4_096  # largest parameter, in elements, that every rank measures
 
 
 class StepFacts(NamedTuple):
-    """What is known about a step when its last backward pass is over."""
-
     passes: int
     scale: float
     loss_scale: Tensor | float
-    # What squares of small batches, and the mean's, are multiplied by: it depends on the loss scale
-    # and on who divides by the passes. None: they are right.
+    # Factors of the squares of small batches and of the mean's square, for the loss scale and
+    # divisions by the passes; None if no correction is necessary.
     corrections: tuple[Tensor | float, Tensor | float] | None
     valid: bool
-    small_batches: float | None  # compared on all ranks; None: one in each pass
+    small_batches: float | None  # compared on all ranks; None: the passes
 
 
 class MeanGradient:
-    """Measures the accumulated, averaged gradients of some parameter groups.
+    """Measure the accumulated and averaged gradients of some parameter groups.
 
-    With `compare_at_scale_1=False`, a single gradient is compared with the previous one only at
-    another scale than 1: at scale 1 every gain is 1.
+    With `compare_at_scale_1=False`, no gradients are compared at scale 1, where every gain is 1.
     """
 
     def __init__(
@@ -78,15 +72,14 @@ class MeanGradient:
             self._group_of += [number] * len(group["params"])
         self._device = self._params[0].device
         self._on_cpu = all(param.device.type == "cpu" for param in self._params)
-        # whether the last mean looks like the gradient of one pass of this rank alone
+        # Whether the last mean gradient equals a gradient of this rank alone.
         self.not_averaged = False
         self._shares = {i: DTensorShards.of(p) for i, p in enumerate(self._params) if is_dtensor(p)}
         self._common_indices, self._own_indices = _assign_params(self._params, ranks)
-        # group indices on the device, by their values: copying them there every step would cost
         self._group_tensors: dict[tuple[int, ...], Tensor] = {}
 
     def squares_per_group(self, norms: Mapping[int, Norm]) -> Tensor:
-        """Return the sum of squared norms per parameter group, in the widest float there is."""
+        """Return the sum of squared norms per parameter group, in the device's widest float."""
         squares = self._square_all(list(norms.values()))
         groups = [self._group_of[i] for i in norms]
         return to_tensor(self._sum_by_group(squares, groups, self._groups), self._device)
@@ -97,7 +90,6 @@ class MeanGradient:
         return _stack(norms, self._device).square()
 
     def _sum_by_group(self, values: Numbers, groups: Sequence[int], number: int) -> Numbers:
-        """Return for each of `number` groups the sum of the values that belong to it."""
         if isinstance(values, list):
             totals = [0.0] * number
             for value, group in zip(values, groups, strict=True):
@@ -106,7 +98,7 @@ class MeanGradient:
         sums = torch.zeros(number, dtype=widest_float(self._device), device=self._device)
         key = tuple(groups)
         if key not in self._group_tensors:
-            if len(self._group_tensors) > 64:  # a model that uses other parameters every step
+            if len(self._group_tensors) > 64:  # the model uses different parameters in every step
                 self._group_tensors.clear()
             self._group_tensors[key] = torch.tensor(key, dtype=torch.long, device=self._device)
         return sums.index_add_(0, self._group_tensors[key], values)
@@ -114,7 +106,6 @@ class MeanGradient:
     # -- one step ----------------------------------------------------------------------------
 
     def empty_numbers(self) -> LocalNumbers:
-        """Return what is sent if nothing was measured, or there is nothing to compare."""
         return LocalNumbers([0.0] * (2 * self._groups), 1)
 
     def measure(
@@ -122,12 +113,12 @@ class MeanGradient:
     ) -> LocalNumbers:
         """Measure the mean gradient, and return this rank's numbers of the step.
 
-        `norms` are those of the last pass; `squares` are the sums over the passes before it.
+        `norms` belong to the last pass; `squares` are the sums over the earlier passes.
         """
         small_batches: float = facts.passes * self._ranks.size
         if small_batches == 1:
             return self._compare_with_previous(facts)
-        self._previous.grads = {}  # no longer needed: free the copy
+        self._previous.grads = {}  # free the copy
         groups = self._groups
         numbers, shared_square = self._local_squares_and_mean(norms)
         if squares is not None:
@@ -142,11 +133,10 @@ class MeanGradient:
         return LocalNumbers(numbers, small_batches, shared_square)
 
     def _local_squares_and_mean(self, norms: Mapping[int, Norm]) -> tuple[Numbers, Norm]:
-        """Return local squares and this rank's part of |G|^2, per group; and the shared square."""
-        # `norms` are those of this rank's last pass. All squares are summed in one call, because
-        # operations on small tensors cost the same whatever their size.
+        """Return local squares with this rank's part of |G|^2, per group; and the shared square."""
+        # A single call sums all squares, because each operation on a small tensor is costly.
         grads = [param.grad for param in self._params]
-        whole = {}  # the gradients that this rank holds whole
+        whole = {}  # the gradients without sharding
         for i, grad in enumerate(grads):
             sharded = type(grad) is ShardedGradient or i in self._shares
             if grad is not None and not sharded:
@@ -154,7 +144,7 @@ class MeanGradient:
         common = {i: whole[i] for i in self._common_indices if i in whole}
         own = {i: whole[i] for i in self._own_indices if i in whole}
         compared = common
-        if whole and not common and self._ranks.size > 1:  # then one gradient is compared
+        if whole and not common and self._ranks.size > 1:  # compare the shortest gradient
             shortest = min(whole, key=lambda i: self._params[i].numel())
             compared = {shortest: whole[shortest]}
         measured = {**compared, **own}
@@ -165,8 +155,8 @@ class MeanGradient:
         squares = self._square_all([*norms.values(), *mean_norms])
         groups = self._groups
         group_of = self._group_of
-        # Every rank has measured the common ones; rank 0 alone adds them to the sum over ranks.
-        uncounted = 2 * groups  # one group more, to be dropped
+        # Every rank has measured the common gradients, which rank 0 adds to the sum over ranks.
+        uncounted = 2 * groups
         sum_into = [group_of[i] for i in norms]
         for i in measured:
             if i in own or (i in common and self._ranks.rank == 0):
@@ -179,7 +169,7 @@ class MeanGradient:
         compared_squares = squares[start : start + len(compared)]
         if isinstance(compared_squares, list):
             shared_square: Norm = sum(compared_squares, 0.0)
-            # (On a GPU the comparison would have to wait for the device.)
+            # (On a GPU, this comparison would synchronize.)
             self.not_averaged = any(compared_squares) and all(
                 math.isclose(mean_square, float(norms.get(i, math.inf)) ** 2, rel_tol=1e-5)
                 for i, mean_square in zip(compared, compared_squares, strict=True)
@@ -190,7 +180,6 @@ class MeanGradient:
         return self._sum_by_group(squares, sum_into, uncounted + 1)[:uncounted], shared_square
 
     def _sharded_slices(self, grads: Sequence[Tensor | None]) -> list[GradientSlice]:
-        """Return the slices of sharded gradients that this rank holds."""
         slices: list[GradientSlice] = []
         for i, grad in enumerate(grads):
             if isinstance(grad, ShardedGradient):
@@ -198,13 +187,12 @@ class MeanGradient:
                     slices.append((i, piece, partial(_flat_slice, start, piece.numel())))
         for i, share in self._shares.items():
             grad = grads[i]
-            # under HSDP several ranks hold the same slice, and one of them counts it
+            # Under HSDP, only the first replica counts a slice.
             if grad is not None and share.first_replica and share.own.length:
                 slices.append((i, local_shard(grad), share.own.narrow))
         return slices
 
     def _compare_with_previous(self, facts: StepFacts) -> LocalNumbers:
-        """Compare the only gradient with the one before, if the result is of any use."""
         if facts.scale == 1.0 and not self._compare_at_scale_1:
             return self.empty_numbers()
         grads = {}
@@ -226,7 +214,6 @@ class MeanGradient:
 
 
 def _stack(norms: Sequence[Norm], device: torch.device) -> Tensor:
-    """Return one-element tensors of any type and device as one tensor of the widest float."""
     dtype = widest_float(device)
     if not norms:
         return torch.zeros(0, dtype=dtype, device=device)
@@ -242,7 +229,7 @@ def _flat_slice(start: int, length: int, whole: Tensor) -> Tensor:
 
 
 def _assign_params(params: Sequence[Tensor], ranks: RankGroup) -> tuple[list[int], list[int]]:
-    """Return the indices of the parameters that every rank measures, and of this rank's own."""
+    """Return the indices of the parameters that every rank measures, and of this rank's share."""
     if ranks.size == 1:
         return [], list(range(len(params)))
     short = []
@@ -252,7 +239,7 @@ def _assign_params(params: Sequence[Tensor], ranks: RankGroup) -> tuple[list[int
             short.append(i)
         else:
             long.append(i)
-    # The longest first, each to the rank with the least to read. All ranks compute the same.
+    # Longest first, each to the rank with the smallest load.
     load = [0] * ranks.size
     own = []
     for i in sorted(long, key=lambda i: -params[i].numel()):
@@ -264,31 +251,30 @@ def _assign_params(params: Sequence[Tensor], ranks: RankGroup) -> tuple[list[int
 
 
 class PreviousGradient:
-    """Remembers the last step's gradient, whose owner it is, and measures the next one against it.
+    """Stores the previous step's gradient, and measures the next gradient against it.
 
-    `grads`       the last step's gradient by parameter, in float32 or better; empty at first
-    `candidates`  the gradient just measured, which becomes `grads` if its step is taken
+    `grads` are in float32 or wider. `candidates` become `grads` after their step.
     """
 
     def __init__(self, norms: PlainNorm) -> None:
         self._norms = norms
         self.grads: dict[int, Tensor] = {}
         self.candidates: dict[int, Tensor] = {}
-        self._finite: list[Tensor] = []  # for each candidate, on its device
+        self._finite: list[Tensor] = []  # flags of the candidates, on their devices
 
     def measure(
         self, grads: Mapping[int, Tensor], loss_scale: Tensor | float = 1.0
     ) -> list[tuple[int, Tensor, Tensor]]:
         """Return (index, |a|^2 + |b|^2, |(a + b) / 2|^2) for each parameter with a gradient.
 
-        The result is empty the first time. A missing gradient counts as zero.
+        The first result is empty. A missing gradient counts as zero.
         """
         result: list[tuple[int, Tensor, Tensor]] = []
         self.forget()
         for index in sorted(grads.keys() | self.grads.keys()):
             before = self.grads.get(index)
             if index in grads:
-                # divided by the loss scale now, as it may be another one at the next step
+                # Remove the loss scale, which may change before the next step.
                 now = _to_dense_float(grads[index]) / loss_scale
             else:
                 now = torch.zeros_like(self.grads[index])
@@ -306,10 +292,10 @@ class PreviousGradient:
         return result
 
     def remember(self) -> None:
-        """Keep the measured gradient for the next step, unless any element is not finite."""
+        """Store the measured gradient for the next step, unless any element is not finite."""
         if not self.candidates:
             return
-        # torch.where instead of `if`: reading the flag would wait for a GPU
+        # torch.where instead of `if` avoids a synchronization.
         usable = torch.stack(self._finite).all()
         for index, now in self.candidates.items():
             otherwise = self.grads.get(index)
@@ -319,7 +305,6 @@ class PreviousGradient:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the measured gradient: no step was made along it."""
         self.candidates = {}
         self._finite = []
 
@@ -331,12 +316,11 @@ class PreviousGradient:
     # -- saving and loading ------------------------------------------------------------------
 
     def to_state(self) -> list[Tensor | None]:
-        """Return the last step's gradient for a state dict."""
         return [self.grads.get(index) for index in range(max(self.grads, default=-1) + 1)]
 
 
 def parse_previous(saved: SavedEntries, params: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Return a copy of a saved gradient; raise if its shapes are not the parameters'."""
+    """Return a copy of a saved gradient; raise if shapes do not match the parameters."""
     previous = saved.each("previous")
     if len(saved["previous"]) > len(params):
         raise saved.wrong("previous", f"a list of at most {len(params)}", saved["previous"])
@@ -344,13 +328,12 @@ def parse_previous(saved: SavedEntries, params: Sequence[Tensor]) -> dict[int, T
     for index, (name, param) in enumerate(zip(previous, params, strict=False)):
         if previous.has(name):
             previous.check_tensor(name, param, finite=False)
-            # a copy: the gradient is later written to in place, and the dict is the caller's
+            # Copy: the gradient is modified in place, but the dict belongs to the caller.
             grads[index] = torch.clone(previous[name]).to(param.device)
     return grads
 
 
 def _to_dense_float(grad: Tensor) -> Tensor:
-    """Return a gradient as a strided tensor of at least float32."""
     grad = grad.detach()
     if grad.layout != torch.strided:
         grad = grad.to_dense()

@@ -1,45 +1,37 @@
-"""Estimate the noise of a gradient from norms, smooth it over steps, and compute the gain.
+"""Estimate a gradient's noise from norms, average it over steps, and compute the gain.
 
-n small batches give gradients g_1 ... g_n; their mean is G. Then
+n small batches have gradients g_1 ... g_n with the mean G. Then
 
     E |g_i|^2 = sqr + var          sqr = |true gradient|^2
     E |G|^2   = sqr + var / n      var = trace of the covariance of one g_i
 
-and solving the pair for (sqr, var) gives `estimate`. `var` is then restated for a batch of
-scale 1: if n small batches make up a batch of scale S, one of them has scale S / n, and the
-noise of a mean falls with the batch size, so var(scale 1) = var(one small batch) * S / n.
+`estimate` solves these equations, and converts `var` to a batch of scale 1. If n small batches form
+a batch of scale S, var(scale 1) = var(one small batch) * S / n, because the noise of a mean is
+inversely proportional to the batch size.
 
-`gain` is AdaScale's r (Johnson et al. 2020, eq. 5): how many scale-1 steps one step at
-scale S is worth. It is 1 if the gradients agree and S if they are pure noise.
+`gain` is AdaScale's r (Johnson et al. 2020, eq. 5): the number of scale-1 steps that a step at
+scale S is worth. It is 1 if the gradients agree, and S if they are pure noise.
 
-One step's estimate is unbiased and very noisy. A rule acts on the average over roughly the last
-1 / (1 - smoothing) steps. With `measure_every=k` a rule measures one step in k. That step stands
-for k steps, so that the averages look back over as many steps as before: its estimate counts as k
-equal ones in a row do:
+The estimate of a single step is unbiased but very noisy. A rule uses the average over roughly the
+last 1 / (1 - smoothing) steps. With `measure_every=k`, every k-th step is measured and counts like
+k equal estimates in a row, which preserves the memory of the averages in steps:
 
     average = smoothing^k average + (1 - smoothing^k) estimate
 
-In the steps between, no norm is taken, and the averages stay as they are. What is measured must be
-enough: at least `LEAST` small batches, in at least `LEAST_STEPS` steps, of those that the averages
-look back over. Every step is measured while the averages hold fewer steps than that, and while
-gradients are not finite. `MeasuredSteps` counts from one measured step to the next.
+Within its memory, an average must contain at least `LEAST` small batches and `LEAST_STEPS` measured
+steps. Every step is measured until the averages have filled their memory, and after non-finite
+gradients.
 
-A single exploded gradient can have a thousand times the usual noise. For as long as the average
-remembers it, the gain would be near its maximum, progress would race ahead, and training would end
-early. `limit_noise` bounds what one step can add (`docs/benchmarks/collapse.md`).
+A single exploded gradient can have a thousand times the usual noise. While the average remembers
+it, the gain would be nearly maximal, and training would end early. `limit_noise` limits the
+contribution of a step (`docs/benchmarks/collapse.md`).
 
-* `DebiasedAverage` is a moving average divided by the weight it has gathered (as Adam does). The
-  smoothing may differ from step to step.
-* `PaperAverage` is the AdaScale paper's appendix B.3: a plain mean until 1 / (1 - smoothing)
-  steps have been seen, a moving average from then on.
-* `NoiseAverage` holds one of these for |true gradient|^2 and one for the noise.
-* `NoiseMoments` are moving averages of both numbers, and of their squares and product.
-* `History` is what a rule's steps have come to: its `NoiseAverage`, its progress and its counts.
+* `DebiasedAverage` is a moving average divided by its accumulated weight, as in Adam.
+* `PaperAverage` follows the AdaScale paper's appendix B.3: a plain mean for the first
+  1 / (1 - smoothing) steps, then a moving average.
 
-Averages are immutable: `add` returns the next average. `gain()` can therefore include the
-gradients of the current step before that step is taken, and drop them if it never is.
-
-Everything here is plain floats: no tensors, no process groups. The norms come from `_step.py`.
+Averages are immutable: `add` returns a new average. `gain()` can therefore include the current
+gradients before their step. This file uses only floats: no tensors, no process groups.
 """
 
 from __future__ import annotations
@@ -55,41 +47,39 @@ from manyhands._optimizers.state_parts import BELOW, SQUARES, SavedEntries
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The noise has a positive floor, as in fairscale and adaptdl, so that a gain is defined even if
-# no noise was seen. The squared signal can only be cut off at zero.
+# Floors as in fairscale and adaptdl: the gain is defined even without measured noise.
 VAR_FLOOR = 1e-6
 SQR_FLOOR = 0.0
 
-# The largest noise of a step, in standard deviations above its average, and at least half of the
-# average above it. Without outliers this changes the average by less than 1 %, even where the noise
-# has one direction only, whose estimates have the longest tail. The limit grows with the signal, to
-# so many times itself. Short averages are not limited.
+# A step's noise is limited to the average plus this number of standard deviations, and at least
+# plus half of the average. Without outliers this changes the average by less than 1 %, even if the
+# noise has a single direction, which gives the longest tail. The limit grows with the signal, by up
+# to `MOST_GROWTH`. Averages of few steps are not limited.
 OUTLIER_DEVIATIONS = 4.0
 LEAST_EXCESS = 0.5
 MOST_GROWTH = 4.0
 STEPS_BEFORE_LIMIT = 10
 
-LEAST = 100  # measured small batches that an average looks back over
-LEAST_STEPS = 4  # measured steps that it looks back over
+LEAST = 100  # minimum of measured small batches within the memory of an average
+LEAST_STEPS = 4  # minimum of measured steps within the memory
 
 
 @dataclass(frozen=True)
 class NormSums:
-    """The squared norms that one step measured, per parameter group.
+    """The squared norms measured in a step, per parameter group.
 
     `small_squares` is the sum of |g_i|^2 over all `small_batches`; `mean_square` is |G|^2.
     """
 
     small_squares: tuple[float, ...]
     mean_square: tuple[float, ...]
-    small_batches: float  # a fraction, if a step had fewer passes than others
+    small_batches: float  # fractional for short steps
     scale: float
     consecutive: bool = False  # the "small batches" are the gradients of two consecutive steps
     norm_kind: str = "plain"  # or "preconditioned": see `PlainNorm` in `_hooks.py`
-    steps: int = 1  # that this one stands for
+    steps: int = 1  # represented by this measured step
 
     def unscale(self, loss_scale: float) -> NormSums:
-        """Return the sums for gradients that are not multiplied by a loss scale."""
         squared = loss_scale * loss_scale
         return replace(
             self,
@@ -99,20 +89,18 @@ class NormSums:
 
     @property
     def all_finite(self) -> bool:
-        """Whether every gradient of the step was finite."""
         return all(map(math.isfinite, (*self.small_squares, *self.mean_square)))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Unbiased estimates from one step, per parameter group; either may be negative."""
+    """Unbiased estimates from a single step, per parameter group; both can be negative."""
 
     sqr: tuple[float, ...]
     var: tuple[float, ...]
 
 
 def estimate(sums: NormSums) -> Estimate:
-    """Solve the two expectations for |true gradient|^2 and the noise at scale 1."""
     n = sums.small_batches
     scale = sums.scale
     if n < 2:
@@ -122,7 +110,7 @@ def estimate(sums: NormSums) -> Estimate:
     for total, mean in zip(sums.small_squares, sums.mean_square, strict=True):
         small = total / n
         sqr.append((n * mean - small) / (n - 1))
-        # var of one small batch is (small - mean) * n / (n - 1); times scale / n: at scale 1
+        # (small - mean) * n / (n - 1) is the noise of a small batch; scale / n converts to scale 1.
         var.append((small - mean) * scale / (n - 1))
     return Estimate(tuple(sqr), tuple(var))
 
@@ -130,14 +118,13 @@ def estimate(sums: NormSums) -> Estimate:
 def limit_noise(
     new: Estimate, sqr: Sequence[float], var: Sequence[float], small_batches: float
 ) -> Estimate:
-    """Return a step's estimate with its noise at the limit that the averages set, or below it.
+    """Limit the noise of a step's estimate relative to the averages.
 
-    The noise of n gradients deviates by about 1 / sqrt(n - 1) of itself, with a longer tail if n is
-    small. If |true gradient|^2 is larger than its average as well, all gradients have grown: the
-    limit grows by the same factor, up to `MOST_GROWTH`. The signal itself is not limited, because a
-    gain that is too small for some steps does no harm. But a negative estimate of the signal comes
-    from the same noise, and shrinks with it. Without a signal in the average there is no limit; the
-    gain is at its maximum then.
+    The noise estimate from n gradients has a relative deviation of about 1 / sqrt(n - 1), with a
+    longer tail for small n. If |true gradient|^2 also exceeds the average, the limit grows by the
+    same factor, up to `MOST_GROWTH`. The signal is not limited, because a gain that is too small
+    for some steps is harmless. But a negative signal estimate results from the same noise, and is
+    reduced with it. If the average has no signal, there is no limit: the gain is maximal.
 
     >>> limit_noise(Estimate(sqr=(1.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
     Estimate(sqr=(1.0,), var=(17.5,))
@@ -161,26 +148,26 @@ def limit_noise(
 
 
 def gain(sqr: float, var: float, scale: float) -> float:
-    """Return how many steps at scale 1 one step at `scale` is worth.
+    """Return the number of steps at scale 1 that a step at `scale` is worth.
 
     >>> gain(sqr=1.0, var=3.0, scale=4.0)
     2.2857142857142856
-    >>> gain(sqr=1.0, var=0.0, scale=4.0)  # no noise: a larger batch gains nothing
+    >>> gain(sqr=1.0, var=0.0, scale=4.0)  # no noise
     1.0
-    >>> gain(sqr=0.0, var=1.0, scale=4.0)  # pure noise: a larger batch gains everything
+    >>> gain(sqr=0.0, var=1.0, scale=4.0)  # pure noise
     4.0
-    >>> gain(sqr=0.0, var=0.0, scale=4.0)  # no gradient: no evidence that more samples help
+    >>> gain(sqr=0.0, var=0.0, scale=4.0)  # no gradient
     1.0
     """
     large_batch = var / scale + sqr
     if scale == 1.0 or large_batch == 0.0:
         return 1.0
     least, most = sorted((1.0, scale))
-    return min(max((var + sqr) / large_batch, least), most)  # despite rounding
+    return min(max((var + sqr) / large_batch, least), most)  # despite rounding errors
 
 
 def ratio_of_squares(sqr: float, var: float, before: float, now: float) -> float:
-    """Return E g^2 at scale `now` over that at scale `before`.
+    """Return the ratio of E g^2 at scale `now` to E g^2 at scale `before`.
 
     >>> ratio_of_squares(sqr=1.0, var=16.0, before=1.0, now=16.0)  # 2 / 17
     0.11764705882352941
@@ -194,12 +181,11 @@ def ratio_of_squares(sqr: float, var: float, before: float, now: float) -> float
 
 
 def apply_floor(values: Sequence[float], floor: float) -> tuple[float, ...]:
-    """Return the values, with those below `floor` replaced by it."""
     return tuple(max(value, floor) for value in values)
 
 
 def extend(values: tuple[float, ...], start: float, groups: int) -> tuple[float, ...]:
-    """Return a value for each group: `start` for groups that were added in the middle of a run."""
+    """Append `start` for parameter groups that were added during the run."""
     return values + (start,) * (groups - len(values))
 
 
@@ -208,14 +194,14 @@ class MovingAverage:
     """An average of values per parameter group."""
 
     mean: tuple[float, ...] = ()
-    seen: tuple[float, ...] = ()  # weights of all values so far, or their number
+    seen: tuple[float, ...] = ()  # accumulated weights or number of values
 
     def value(self, start: float, groups: int) -> tuple[float, ...]:
-        """Return the average per group, and `start` for groups without any value yet."""
+        """Return the average per group; `start` for groups without values."""
         return extend(self.mean, start, groups)
 
     def add(self, values: Sequence[float], smoothing: float, steps: int = 1) -> Self:
-        """Return the average with one more value per group, which stands for so many steps."""
+        """Return the average with another value per group, which represents `steps` steps."""
         means = []
         seen = []
         old_means = extend(self.mean, 0.0, len(values))
@@ -227,20 +213,19 @@ class MovingAverage:
         return type(self)(tuple(means), tuple(seen))
 
     def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
-        """Return `seen` after one more value, and that value's share of the average."""
+        """Return `seen` after a further value, with the value's share of the average."""
         raise NotImplementedError
 
     def steps_of(self, seen: float, smoothing: float) -> float:
-        """Return how many steps `seen` stands for."""
+        """Return the number of steps that `seen` corresponds to."""
         raise NotImplementedError
 
     def steps_held(self, smoothing: float, groups: int) -> float:
-        """Return how many steps it has seen, of the group that has seen the fewest."""
         return self.steps_of(min(extend(self.seen, 0.0, groups)), smoothing)
 
 
 class DebiasedAverage(MovingAverage):
-    """A moving average without the pull towards its starting value."""
+    """A moving average without bias towards the initial value."""
 
     def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
         new = 1.0 - smoothing**steps
@@ -257,7 +242,7 @@ class DebiasedAverage(MovingAverage):
 
 
 class PaperAverage(MovingAverage):
-    """Appendix B.3: the mean of all values at first, a moving average later."""
+    """Appendix B.3: the mean of the first values, then a moving average."""
 
     def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
         count = seen + steps
@@ -272,7 +257,7 @@ class PaperAverage(MovingAverage):
 def convert_average(
     average: MovingAverage, kind: type[MovingAverage], smoothing: float
 ) -> MovingAverage:
-    """Return an average of the other kind with the same values, after the same number of steps."""
+    """Return an average of the other kind with equal values, after the same number of steps."""
     if isinstance(average, kind):
         return average
     seen: list[float] = []
@@ -281,29 +266,28 @@ def convert_average(
         if kind is DebiasedAverage:
             seen.append(1.0 - smoothing**steps)
         else:
-            # where it becomes a moving average for good; more steps would make no difference
+            # A larger count would not change the moving average.
             most = math.ceil(1 / (1 - smoothing))
             seen.append(max(1, round(min(steps, most))))
     return kind(average.mean, tuple(seen))
 
 
 def save_average(average: MovingAverage) -> dict[str, list[float]]:
-    """Return an average as lists of numbers, for a state dict."""
     return {"mean": list(average.mean), "seen": list(average.seen)}
 
 
 def load_average(kind: type[MovingAverage], state: SavedEntries, groups: int) -> MovingAverage:
-    """Return the average that `save_average` wrote, of at most so many parameter groups."""
+    """Return the average from `save_average`, for up to `groups` parameter groups."""
     mean = state.reals("mean", least=-SQUARES, below=SQUARES)
     if len(mean) > groups:
         raise state.wrong("mean", f"of at most {groups} parameter groups", mean)
-    # Rounding may lead a weight above 1, and no step adds less than the smallest 1 - smoothing.
+    # Rounding may raise a weight above 1. No step adds less than the smallest 1 - smoothing.
     most = BELOW if kind is PaperAverage else 1.001
     return kind(tuple(mean), tuple(state.reals("seen", len(mean), least=1e-16, below=most)))
 
 
 def _of_group(values: Sequence[float], floor: float, group: int | None) -> float:
-    """Return one group's value, or the sum over all groups; values are at least `floor`."""
+    """Return a group's value, at least `floor`, or the sum over all groups."""
     values = apply_floor(values, floor)
     if group is None:
         return sum(values)
@@ -312,12 +296,12 @@ def _of_group(values: Sequence[float], floor: float, group: int | None) -> float
 
 @dataclass(frozen=True)
 class NoiseAverage:
-    """|true gradient|^2 and the noise at scale 1, per parameter group, smoothed.
+    """Averages of |true gradient|^2 and of the noise at scale 1, per parameter group.
 
-    Floors are applied to the averages. (fairscale applies them to every step's estimate, which
-    biases both averages upwards if single steps are noisy.)
+    Floors apply to the averages, because floors for each step's estimate, as in fairscale, would
+    bias both averages upwards.
 
-    A rule's `noise` is one:
+    The `noise` of a rule is a NoiseAverage:
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
@@ -340,10 +324,10 @@ class NoiseAverage:
     var_floor: float = VAR_FLOOR
 
     def add(self, sums: NormSums, smoothing: float) -> NoiseAverage:
-        """Return the average with one more step, whose norms must be finite."""
+        """Return the average with a further step, which must have finite norms."""
         old = self._before(sums)
         new = estimate(sums)
-        # adaptdl lets preconditioned norms join an average of plain ones, of another size
+        # adaptdl adds preconditioned norms to an average of plain norms of a different magnitude.
         mixed = self.mix_norm_kinds and sums.norm_kind == "preconditioned"
         if not mixed and old.steps_held(smoothing) >= STEPS_BEFORE_LIMIT:
             new = limit_noise(new, old.raw_sqr, old.raw_var, sums.small_batches)
@@ -356,12 +340,11 @@ class NoiseAverage:
         )
 
     def _before(self, sums: NormSums) -> NoiseAverage:
-        """Return the average that a step is added to: this one, or one that restarts."""
-        # Comparing consecutive gradients is the worse measurement, so its values are dropped as
-        # soon as a step has several gradients of its own. And plain and preconditioned norms differ
-        # by orders of magnitude, so a change between them restarts the average. adaptdl mixes the
-        # two (`mix_norm_kinds`) when it begins to precondition; a change back to plain norms, after
-        # the optimizer was reset, restarts even then.
+        """Return this average, or a new one if the step's norms do not match it."""
+        # Consecutive gradients give a worse estimate, which is dropped after the first step with
+        # more gradients. Plain and preconditioned norms differ by orders of magnitude. adaptdl
+        # mixes both (`mix_norm_kinds`) when preconditioning starts, but a change back to plain
+        # norms, after a reset of the optimizer, restarts the average even then.
         kinds_must_match = sums.norm_kind != "preconditioned" or not self.mix_norm_kinds
         kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
         if kind_changed or (self.consecutive and not sums.consecutive):
@@ -371,7 +354,7 @@ class NoiseAverage:
     def with_settings(
         self, *, debiased: bool, smoothing: float, mix_norm_kinds: bool, var_floor: float
     ) -> NoiseAverage:
-        """Return the same values, continued with these settings: at the start, or after loading."""
+        """Return an average with these settings, initially or after loading."""
         kind = DebiasedAverage if debiased else PaperAverage
         return replace(
             self,
@@ -382,44 +365,43 @@ class NoiseAverage:
         )
 
     def restarted(self) -> NoiseAverage:
-        """Return an average that knows nothing, with the same settings."""
+        """Return an empty average with these settings."""
         return replace(self, sqr=type(self.sqr)(), var=type(self.var)())
 
     @property
     def raw_sqr(self) -> tuple[float, ...]:
-        """Averages of |true gradient|^2 before the floor; 1 before the first step."""
+        """Averages of |true gradient|^2 without the floor; 1 before the first step."""
         return self.sqr.value(1.0, self.groups)
 
     @property
     def raw_var(self) -> tuple[float, ...]:
-        """Averages of the noise before the floor; 0 before the first step."""
+        """Averages of the noise without the floor; 0 before the first step."""
         return self.var.value(0.0, self.groups)
 
     def sqr_of(self, group: int | None = None) -> float:
-        """Return |true gradient|^2 of one group, or of all together."""
+        """Return |true gradient|^2 of a group, or the sum over all groups."""
         return _of_group(self.raw_sqr, SQR_FLOOR, group)
 
     def var_of(self, group: int | None = None) -> float:
-        """Return the noise at scale 1 of one group, or of all together."""
+        """Return the noise at scale 1 of a group, or the sum over all groups."""
         return _of_group(self.raw_var, self.var_floor, group)
 
     def gain(self, scale: float, group: int | None = None) -> float:
-        """Return how many steps at scale 1 one step at `scale` is worth."""
+        """Return the number of steps at scale 1 that a step at `scale` is worth."""
         return gain(self.sqr_of(group), self.var_of(group), scale)
 
     def steps_held(self, smoothing: float) -> float:
-        """Return how many steps the average has seen since it began, in all of its groups."""
+        """Return the number of steps in the average, for the group with the fewest."""
         return self.var.steps_held(smoothing, self.groups)
 
     @property
     def measured(self) -> bool:
-        """Whether any step has been added."""
         return self.sqr != type(self.sqr)()
 
     def noise_scale(self, group: int | None = None) -> float | None:
-        """Return noise / |true gradient|^2 in batches of scale 1; None if no signal was seen.
+        """Return noise / |true gradient|^2 in batches of scale 1; None if there is no signal.
 
-        Where it is far above the scale, it may be several times off; the gain is not.
+        Values much larger than the scale have a large relative error; the gain does not.
         """
         sqr = self.sqr_of(group)
         if not (self.measured and sqr > 0.0):
@@ -427,7 +409,7 @@ class NoiseAverage:
         return self.var_of(group) / sqr
 
     def to_state(self) -> dict[str, object]:
-        """Return the measured part for a state dict; floors are saved with the options."""
+        """Return the averages for a state dict, without the floors, which are options."""
         return {
             "debiased": isinstance(self.sqr, DebiasedAverage),
             "sqr": save_average(self.sqr),
@@ -437,7 +419,7 @@ class NoiseAverage:
         }
 
     def from_state(self, state: SavedEntries) -> NoiseAverage:
-        """Return this average with the measured part from `to_state`; raise if it cannot fit."""
+        """Return this average with the values from `to_state`."""
         kind = DebiasedAverage if state.flag("debiased") else PaperAverage
         one_of("norm_kind", state["norm_kind"], ("plain", "preconditioned"))
         return replace(
@@ -451,7 +433,7 @@ class NoiseAverage:
 
 @dataclass(frozen=True)
 class NoiseMoments:
-    """Weighted means of (sqr, var), of their squares and product, and of the weights' squares."""
+    """Weighted means of sqr, var, their squares and product; sums of the weights."""
 
     weight: float = 0.0
     squared_weight: float = 0.0
@@ -463,7 +445,6 @@ class NoiseMoments:
 
     @classmethod
     def of_saved(cls, saved: SavedEntries, steps: int) -> NoiseMoments:
-        """Return the saved moments of so many steps."""
         moments = {}
         least = 1e-32 if steps else 0.0
         for each in fields(cls):
@@ -474,7 +455,6 @@ class NoiseMoments:
         return cls(**moments)
 
     def add(self, sqr: float, var: float, smoothing: float) -> NoiseMoments:
-        """Return the moments with one more step's estimates."""
         new = 1.0 - smoothing
 
         def mix(old: float, value: float) -> float:
@@ -492,9 +472,8 @@ class NoiseMoments:
 
     @property
     def ratio_error(self) -> float:
-        """Standard error of var / sqr, if the steps are independent."""
-        # The delta method: the variance of a ratio of means, from those of both and their
-        # covariance, over the effective number of steps in the weighted average.
+        """Standard error of var / sqr, for independent steps."""
+        # Delta method, divided by the effective number of steps in the weighted average.
         w = self.weight
         sqr = self.sqr / w
         var = self.var / w
@@ -509,7 +488,7 @@ class NoiseMoments:
         return math.sqrt(max(scatter, 0.0) / max(effective - 1.0, 1e-9)) / sqr
 
     def rescale(self, factor: float) -> NoiseMoments:
-        """Return the same measurement with the noise of batches `factor` times as large."""
+        """Return the moments with the noise of batches that are `factor` times as large."""
         return replace(
             self,
             var=self.var / factor,
@@ -518,28 +497,27 @@ class NoiseMoments:
         )
 
 
-# -- what a rule's steps have come to --------------------------------------------------------------
+# -- the history of a rule -------------------------------------------------------------------------
 
 
 @dataclass
 class MeasuredSteps:
-    """Where a run is between two measured steps."""
+    """The position of a run between two measured steps."""
 
-    left: int = 0  # steps until the next that is measured; 0: this one is
-    passed: int = 0  # steps since the last that was measured
+    left: int = 0  # steps until the next measured step; 0: the current step
+    passed: int = 0  # steps since the last measured step
 
     @property
     def due(self) -> bool:
-        """Whether the step under way, or the next, is measured."""
         return self.left <= 0
 
     @property
     def weight_in_steps(self) -> int:
-        """How many steps this one stands for, if it is measured."""
+        """Number of steps that the current step represents if it is measured."""
         return self.passed + 1
 
     def count(self, period: int) -> None:
-        """Count a step; the next measured one is to stand for `period` steps."""
+        """Count a step. The next measured step represents `period` steps."""
         if self.due:
             self.passed = 0
             self.left = period - 1
@@ -548,15 +526,13 @@ class MeasuredSteps:
             self.left = min(self.left, period) - 1
 
     def to_state(self) -> list[int]:
-        """Return what a bitwise continuation needs."""
         return [self.left, self.passed]
 
 
 def steps_between(k: int, memory: float, held: float, small_batches: int) -> int:
-    """Return how many steps a measured one may stand for: at most k.
+    """Return the number of steps that a measured step may represent, up to k.
 
-    `memory` is how many steps the averages look back over, and `held` how many they have seen. A
-    step has so many `small_batches`.
+    The averages have a memory of `memory` steps and contain `held` steps of `small_batches` each.
 
     >>> steps_between(4, 500, held=500, small_batches=2), steps_between(4, 500, 499, 2)
     (4, 1)
@@ -573,7 +549,7 @@ COUNTS = ("steps", "skipped", "short", "nonfinite", "nonfinite_in_a_row")
 
 @dataclass
 class History:
-    """What a rule's steps have come to so far. The owner of the progress."""
+    """The results of a rule's completed steps. The owner of the progress."""
 
     average: NoiseAverage
     factors: tuple[float, ...] = ()  # of the last step, by parameter group
@@ -583,16 +559,15 @@ class History:
     short: int = 0  # steps with fewer passes than declared
     nonfinite: int = 0  # steps with gradients that were not finite
     nonfinite_in_a_row: int = 0
-    sums: NormSums | None = None  # of the last step that was added, if it has any
+    sums: NormSums | None = None  # of the last step in the average, if it was measured
 
     def average_with(self, sums: NormSums | None, smoothing: float) -> NoiseAverage:
-        """Return the average with one more step, unless it has no norms or infinite ones."""
         if sums is None or not sums.all_finite:
             return self.average
         return self.average.add(sums, smoothing)
 
     def add(self, sums: NormSums | None, smoothing: float, *, skipped: bool) -> None:
-        """Add a step to the average, unless its gradients were not finite, and count it."""
+        """Count a step, and add it to the average unless its gradients were not finite."""
         self.steps += 1
         self.skipped += skipped
         if skipped or not (sums is None or sums.all_finite):
@@ -605,12 +580,11 @@ class History:
 
     @property
     def checksum(self) -> float:
-        """A number that differs between ranks if their statistics or factors do."""
+        """A number that differs between ranks with different statistics or factors."""
         average = self.average
         return self.progress + sum(average.raw_sqr) + sum(average.raw_var) + sum(self.factors)
 
     def to_state(self) -> dict[str, object]:
-        """Return what a bitwise continuation needs."""
         return {
             "average": self.average.to_state(),
             "progress": self.progress,
@@ -618,14 +592,13 @@ class History:
         }
 
     def load(self, saved: History) -> None:
-        """Continue a parsed history, in place."""
         self.average = saved.average
         self.progress = saved.progress
         for name in COUNTS:
             setattr(self, name, getattr(saved, name))
 
     def parse_state(self, entry: SavedEntries) -> History:
-        """Return the saved history, with this one's settings, or raise; nothing is changed."""
+        """Return the saved history with the current settings, or raise. Changes nothing."""
         counts: dict[str, Any] = {name: entry.whole(name) for name in COUNTS}
         average = self.average.from_state(entry.part("average"))
         return replace(self, average=average, progress=entry.real("progress"), **counts)

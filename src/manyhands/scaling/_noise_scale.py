@@ -1,8 +1,8 @@
-"""Measure the noise scale of any training loop, and change nothing in it.
+"""Measure the gradient noise scale of a training loop without changing the training.
 
-The norms come from the same `Measurement` as the scaling rules' (`_step.py`). Each step's estimates
-of |true gradient|^2 and of the noise are averaged, and so are their squares and product: from these
-second moments the standard error of the ratio follows.
+The norms are those of scaling rules (`_step.py`). The estimates of
+|true gradient|^2 and noise are averaged over steps, with their squares and product.
+The standard error of the ratio follows from these second moments.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ T = TypeVar("T")
 
 
 def call_weakly(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Return a function that calls a bound method without keeping its object alive.
+    """Return a function that calls a bound method through a weak reference.
 
-    The function returns None after the object is gone.
+    After the object has been deleted, the function returns None.
     """
     reference = weakref.WeakMethod(method)
 
@@ -65,14 +65,14 @@ def call_weakly(method: Callable[P, T]) -> Callable[P, T | None]:
 
 
 class NoiseScale:
-    """The gradient noise scale of a training loop: how large a batch would still pay.
+    """Measure the gradient noise scale, an estimate of the largest useful batch size.
 
         noise_scale = batch_size * variance / squared_norm
 
     S. McCandlish, J. Kaplan, D. Amodei et al., "An Empirical Model of Large-Batch Training", 2018,
     arXiv:1812.06162.
 
-    Add one line; the loop stays as it is. Works with any optimizer, alone or under DDP:
+    Add one line to the loop. Any optimizer works, in a single process or under DDP:
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(4, 1)
@@ -86,26 +86,24 @@ class NoiseScale:
     >>> noise.noise_scale > 0 and noise.standard_error > 0
     True
 
-    `noise_scale` is the paper's "simple noise scale", trace(covariance) / |gradient|^2 of a sample:
-    the batch size, in samples, at which noise and signal are equal. Well below it a
-    larger batch saves steps almost in proportion; well above it, nothing. With one worker and no
-    accumulation, consecutive gradients are compared, at the price of a copy of the gradient. The
-    estimate then counts the change of the parameters between them as noise.
+    `noise_scale` is the paper's "simple noise scale", trace(covariance) / |gradient|^2 per sample:
+    the batch size, in samples, at which noise and signal are equal. Well below this size, a
+    larger batch saves steps almost in proportion; well above, it saves none. With one worker and no
+    accumulation, consecutive gradients are compared. This requires a copy of the gradient, and
+    changes of the parameters between steps count as noise.
 
     Args:
-        parameters: an optimizer, whose steps are then watched (also those with closures), or the
-            parameters to measure; then every backward pass is assumed to be followed by a step.
-        batch_size: samples in one worker's backward pass. If left out, results are in units of
-            that batch.
-        num_gradients_to_accumulate: backward passes before each step, each with a loss that is
-            divided by that number (`is_scaled_loss=False`: not divided). A step with more or
-            fewer passes is left out, with a warning. It may also be the loop that decides about
-            passes (see `Accumulation`); a step with fewer passes then counts.
+        parameters: an optimizer, measured at each step (including steps with closures), or the
+            parameters to measure. With parameters, each backward pass is assumed to precede a step.
+        batch_size: samples per backward pass and worker. If omitted, it is the unit of the results.
+        num_gradients_to_accumulate: backward passes per step, with each loss divided by this
+            number (or not divided, with `is_scaled_loss=False`). Other steps are skipped with a
+            warning. With an `Accumulation`, steps with fewer passes are included.
         smoothing: weight of the past, 0.99 by default.
-        process_group: the workers that share gradients; all, by default. Make a NoiseScale on
-            each of them.
-        grad_scaler: the `GradScaler` in use; required if its scale changes.
-        model: the module that `fully_shard` was called on; needed only after `gc.freeze()`.
+        process_group: the workers that average gradients; all by default. Create a NoiseScale on
+            each worker.
+        grad_scaler: the `GradScaler` in use; required if the loss scale changes.
+        model: the module passed to `fully_shard`; needed only after `gc.freeze()`.
     """
 
     @explained
@@ -128,10 +126,10 @@ class NoiseScale:
         }
         passes, loop = passes_and_loop(num_gradients_to_accumulate)
         loss_scale = LossScale(grad_scaler)
-        self._optimizer: Optimizer | None = None  # if none, a step is assumed to follow its passes
+        self._optimizer: Optimizer | None = None  # None: each group of passes precedes a step
         self._moments = NoiseMoments()
         self._consecutive = False  # whether the moments are of consecutive gradients
-        self._in_flight: SentStep | None = None  # the last step's, on their way to the host
+        self._in_flight: SentStep | None = None  # numbers of the last step, not yet on the host
         self._steps = 0
         self._nonfinite = 0
         self._warned = False
@@ -143,7 +141,7 @@ class NoiseScale:
             if prepared is not None:
                 loop = prepared_loop(prepared, passes) or loop
                 loss_scale.scaler = grad_scaler or prepared.scaler
-                # it may have no hooks: the one inside is stepped once for all passes of a step
+                # The outer optimizer may lack hooks. The innermost optimizer steps once per step.
                 watched = unwrap(prepared.optimizer, every_layer=True)[-1]
         else:
             groups = _group_of(parameters)
@@ -166,14 +164,14 @@ class NoiseScale:
             model=model,
         )
         self._origin = {"version": VERSION, "shapes": [list(param.shape) for param in params]}
-        if self._optimizer is not None:  # a backward that no step follows then leaves no trace
+        if self._optimizer is not None:  # ignores backward passes that no step follows
             hook = watched.register_step_pre_hook(call_weakly(self._before_step))
             self._stop_watching = weakref.finalize(self, hook.remove)
 
     def _before_step(
         self, _: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        """React to `optimizer.step(*args, **kwargs)`; the optimizer itself is `args[0]`."""
+        """Finish the measurement before `optimizer.step`; the optimizer itself is `args[0]`."""
         closure = kwargs.get("closure")
         if callable(closure):
             return args, {**kwargs, "closure": self._run_once(closure)}
@@ -183,36 +181,35 @@ class NoiseScale:
         return None
 
     def _run_once(self, closure: Callable[[], object]) -> Callable[[], object]:
-        """Run the closure, which computes the gradients, and return one to call in its place."""
+        """Run the closure for the gradients, and return a replacement that replays its result."""
         with torch.enable_grad():
             result = closure()
         self._finish_step()
         return self._measurement.hooks.replay(result, closure)
 
     def end_passes(self, measurement: Measurement) -> None:
-        """React to the last backward pass of a step, or to one that is too many."""
+        """Handle the last backward pass of a step, or an excess pass."""
         if measurement.step.too_many:
             self._leave_out_step(measurement.describe_excess())
             return
         sent = measurement.complete()
-        if self._optimizer is None:  # then a step is assumed to follow
+        if self._optimizer is None:
             if measurement.step.problem is not None:
                 self._leave_out_step(measurement.step.problem)
             else:
                 self._receive(sent)
 
     def _finish_step(self) -> None:
-        """Take in the measured gradients: the optimizer is about to step along them."""
         measurement = self._measurement
         step = measurement.step
         if step.sent is None:
             if measurement.ranks.size > 1 and measurement.hooks.active:
-                # other ranks may have used parameters that this rank did not
+                # Other ranks may have used parameters that this rank did not use.
                 measurement.complete_early(self._optimizer)
             elif step.passes > 0:
                 step.problem = _too_few_passes(step.passes, measurement.batch.passes)
             if step.passes == 0 and not self._warned and measurement.hooks.parameters_moved:
-                self._warn("parameters were moved or converted. Make a NoiseScale after that.")
+                self._warn("parameters were moved or converted. Create the NoiseScale afterwards.")
         if step.problem is not None:
             self._leave_out_step(step.problem)
         elif step.sent is not None:
@@ -220,26 +217,25 @@ class NoiseScale:
         measurement.finish_step()
 
     def _leave_out_step(self, problem: str) -> None:
-        """Drop the measurements of the step under way, and warn."""
         self._measurement.clear()
         self._warn(problem)
 
     def _warn(self, problem: str) -> None:
-        """Warn once: a measurement must not stop a training run."""
+        """Warn once. Problems of the measurement must not stop the training."""
         if not self._warned:
             self._warned = True
-            warn(f"NoiseScale leaves a step out: {problem}")
+            warn(f"NoiseScale skips a step: {problem}")
 
     def _receive(self, sent: SentStep) -> None:
-        """Start to copy a step's numbers to the host, and add those of the step before."""
-        # The numbers of the step before have long arrived, so this does not wait for a device.
+        """Start copying a step's numbers to the host, and add the numbers of the previous step."""
+        # The previous copy has finished long ago, so this does not wait for the device.
         self._add_in_flight()
         sent.start_copy()
         self._in_flight = sent
         self._measurement.previous.remember()
 
     def _add_in_flight(self) -> None:
-        """Add the numbers that are on their way to the host, if any, to the moments."""
+        """Add the numbers in transit to the host, if any, to the moments."""
         sent = self._in_flight
         self._in_flight = None
         if sent is None:
@@ -254,7 +250,7 @@ class NoiseScale:
         if not sums.all_finite:
             self._nonfinite += 1
             return
-        if self._consecutive and not sums.consecutive:  # the better measurement: start anew
+        if self._consecutive and not sums.consecutive:  # a better measurement: restart the average
             self._moments = NoiseMoments()
             self._steps = 0
         self._consecutive = sums.consecutive
@@ -275,7 +271,7 @@ class NoiseScale:
 
     @property
     def nonfinite(self) -> int:
-        """Number of steps left out because a gradient was not finite."""
+        """Number of steps skipped because a gradient was not finite."""
         self._add_in_flight()
         return self._nonfinite
 
@@ -286,12 +282,12 @@ class NoiseScale:
 
     @property
     def variance(self) -> float:
-        """Trace of the covariance of one worker's micro-batch gradient."""
+        """Trace of the covariance of a micro-batch gradient."""
         return self._moments.var / self._moments.weight if self.steps else math.nan
 
     @property
     def noise_scale(self) -> float:
-        """variance / |gradient|^2 in samples; infinite without a signal, NaN before any step."""
+        """variance / |gradient|^2 in samples; infinite if no signal exists, NaN before any step."""
         sqr = self.squared_norm
         var = self.variance
         if math.isnan(sqr):
@@ -302,10 +298,10 @@ class NoiseScale:
 
     @property
     def standard_error(self) -> float:
-        """Standard error of `noise_scale`, from the scatter of the steps' estimates.
+        """Standard error of `noise_scale`, from the variation between steps.
 
-        The steps are assumed to be independent. With one worker and one pass, two consecutive ones
-        share a gradient, and the error is larger than stated.
+        Steps are assumed to be independent. Two estimates can share consecutive
+        gradients; the true error is then larger.
         """
         sqr = self.squared_norm
         if self.steps < 2:
@@ -315,13 +311,13 @@ class NoiseScale:
         return self._batch_size * self._moments.ratio_error
 
     def one_sample(self) -> AbstractContextManager[None]:
-        """Treat the backward passes inside as one (see `AdaScale.one_sample`)."""
+        """Treat the backward passes in the block as one pass (see `AdaScale.one_sample`)."""
         return self._measurement.one_sample()
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int) -> None:
-        """Set how many backward passes make a step from now on.
+        """Set the number of backward passes per step.
 
-        Call it on every worker, between two steps.
+        Call this method on every worker, between two steps.
         """
         passes = whole(PASSES, num_gradients_to_accumulate, least=1, why=PER_STEP)
         self._measurement.check_between_steps("set_num_gradients_to_accumulate()")
@@ -330,7 +326,7 @@ class NoiseScale:
         batch.set_passes(passes)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the measurement so far, for `load_state_dict` or `mh.save(path, noise=noise)`."""
+        """Return the state for `load_state_dict` or `mh.save(path, noise=noise)`."""
         self._add_in_flight()
         return {
             **self._origin,
@@ -343,10 +339,10 @@ class NoiseScale:
         }
 
     def load_state_dict(self, state_dict: SavedState) -> None:
-        """Continue from a `state_dict`, on every worker; their number may be another one.
+        """Restore a `state_dict`, on every worker. The number of workers may have changed.
 
-        `batch_size` and `smoothing` come from the state dict, unless they were arguments. If those
-        differ, a warning says so.
+        `batch_size` and `smoothing` come from the state dict, unless passed as arguments. A warning
+        reports arguments that differ from the state dict.
         """
         self._measurement.check_between_steps("load_state_dict()")
         entries = SavedEntries(state_dict, "a NoiseScale")
@@ -372,7 +368,7 @@ class NoiseScale:
             warn(describe_mismatches(mismatches, "NoiseScale"))
 
     def snapshot(self) -> dict[str, float | None]:
-        """Return the measurement in plain numbers, for `Record`."""
+        """Return the measurement as plain numbers, for `Record`."""
         values = {
             "simple_noise_scale": self.noise_scale,
             "simple_noise_scale_error": self.standard_error,
@@ -395,7 +391,7 @@ class NoiseScale:
 
 
 def _check_ranks_agree(ranks: RankGroup, passes: int, params: Sequence[Tensor]) -> None:
-    """Raise on every rank if they declare other passes or measure other parameters."""
+    """Raise on every rank if ranks declare different passes or measure different parameters."""
     facts = {
         PASSES: passes,
         "number of parameters": len(params),
@@ -405,16 +401,14 @@ def _check_ranks_agree(ranks: RankGroup, passes: int, params: Sequence[Tensor]) 
 
 
 def _group_of(parameters: Iterable[Tensor]) -> list[ParamGroup]:
-    """Return the parameters as a parameter group; raise if there are other things among them."""
     given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
     for param in given:
-        why = "Give the optimizer, or model.parameters()."
+        why = "Pass the optimizer or model.parameters()."
         instance("each parameter", param, Tensor, "a tensor", why)
     return [{"params": given}]
 
 
 def _too_few_passes(passes: int, declared: int) -> str:
-    """Return the warning for a step with fewer passes than declared, and what to do."""
     return (
         f"step() after {passes} of {declared} backward passes. If every step has {passes}, pass "
         f"num_gradients_to_accumulate={passes}, or call set_num_gradients_to_accumulate({passes})."

@@ -1,17 +1,14 @@
-"""Step an optimizer with its learning rates multiplied by a rule's factors.
+"""Step an optimizer with learning rates multiplied by a rule's factors.
 
-One step, in order
-    backward    `Measurement` measures gradients and sends one small payload (`_step.py`)
-    gain()      the gain with this step's gradients included
-    step()      the averages add the step's norms (`_noise.py`); the rule returns a factor per
-                parameter group; the inner optimizer steps with its learning rates multiplied by
-                them
+Order of a step
+    backward    `Measurement` measures gradients and sends a small payload (`_step.py`)
+    gain()      optional: the gain including the current gradients
+    step()      the averages add the step's norms (`_noise.py`), the rule returns a factor per
+                parameter group, the inner optimizer steps with multiplied learning rates
     progress    grows by the gain
 
-`RuleCore` holds all that a rule has. A face of the rule has nothing else, and any number of faces
-share one core: the optimizer that the user made, a copy of it, the proxy that a trainer derives
-from its class. What a user sets, reads and saves is in `_rule_base.py`. The factors come from
-`_rules.py`.
+`RuleCore` stores the state of a rule. The *faces* of a rule share one core: the optimizer that the
+user created, copies, a trainer's proxy.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ NONFINITE_LIMIT = 10
 
 @dataclass
 class StepReporter:
-    """Sends a rule's step: after its last pass, `Measurement` calls `end_passes`."""
+    """Send a rule's numbers when `Measurement` reports the last pass of a step."""
 
     batch: Batch
     history: History
@@ -60,7 +57,6 @@ class StepReporter:
     observer: StepObserver | None = None
 
     def end_passes(self, measurement: Measurement) -> None:
-        """Send the step's numbers: this rank has run its backward passes."""
         if measurement.step.too_many:
             raise RuntimeError(measurement.describe_excess())
         report = RankReport()
@@ -68,7 +64,7 @@ class StepReporter:
             report = self.observer.report()
         assert self.inner is not None
         rates = [group.get("lr", 0.0) for group in self.inner.param_groups]
-        # (a tensor may be on a device, and would have to be waited for)
+        # Reading a tensor could wait for the device.
         known = math.fsum(rate for rate in rates if isinstance(rate, int | float))
         report = report._replace(
             micro_batch=float(getattr(self.batch.loop.module, "leading_dimension", None) or 0),
@@ -81,7 +77,7 @@ class StepReporter:
 
 @dataclass(eq=False)
 class RuleCore:
-    """All that a rule holds: what was set, what it is bound to, and what its steps have come to."""
+    """The state of a rule: batch, options, wrapped optimizer and history."""
 
     batch: Batch
     options: Options
@@ -92,14 +88,14 @@ class RuleCore:
     ranks: RankGroup = field(default_factory=RankGroup)
     history: History = field(default_factory=lambda: History(NoiseAverage(0)))
     inner: Optimizer | None = None
-    reports: Sequence[RankReport] = ()  # of the last step that has sent them
-    _previewed: SentStep | None = None  # if `current` has read the step under way
+    reports: Sequence[RankReport] = ()  # of the last completed step
+    _previewed: SentStep | None = None  # the current step, if `current` has read it
 
     def __post_init__(self) -> None:
         self.reporter = StepReporter(self.batch, self.history)
 
     def start(self, inner: Optimizer, norms: PlainNorm, average: NoiseAverage) -> None:
-        """Begin to measure this optimizer, and keep its own methods (`Binding`)."""
+        """Start to measure an optimizer, and store the original methods (`Binding`)."""
         self.inner = inner
         self.reporter.inner = inner
         groups = inner.param_groups
@@ -118,19 +114,17 @@ class RuleCore:
         self.configure(average)
 
     def configure(self, average: NoiseAverage) -> None:
-        """Continue this average with the options as they are: at the start, and after loading."""
         batch = self.batch
         options = self.options
         self.measure_every = int(options["measure_every"].number)
         self.history.average = average.with_settings(
             debiased=bool(options["debias_ewma"].number),
             smoothing=batch.smoothing_for(batch.scale_for(batch.passes)),
-            mix_norm_kinds=batch.loop.counts,  # adaptdl mixes them
+            mix_norm_kinds=batch.loop.counts,  # as in adaptdl
             var_floor=options["var_floor"].number,
         )
 
     def continue_from(self, history: History) -> None:
-        """Continue a saved history; numbers under way are dropped."""
         self.forget()
         self.history.load(history)
         self.configure(history.average)
@@ -138,20 +132,8 @@ class RuleCore:
     # -- between backward and step -----------------------------------------------------------
 
     @property
-    def observer(self) -> StepObserver | None:
-        """Who reports and learns something at every step, such as a `Ramp`."""
-        return self.reporter.observer
-
-    @observer.setter
-    def observer(self, observer: StepObserver) -> None:
-        self.reporter.observer = observer
-
-    @property
     def current(self) -> NoiseAverage:
-        """The average, with the gradients of a backward that no step has followed yet.
-
-        It is a preview: nothing is kept until `finish_step`.
-        """
+        """The average including gradients that have no step yet. Does not change the history."""
         sent = self.measurement.step.sent
         if sent is None:
             return self.history.average
@@ -160,31 +142,29 @@ class RuleCore:
         return self.history.average_with(sent.sums, self._weight(sent.sums))
 
     def forget(self) -> None:
-        """Drop the numbers of the step under way: gradients were cleared."""
         self._previewed = None
         self.measurement.clear()
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether `zero_grad` is to do nothing: its loop calls it in every pass of a step."""
+        """Whether `zero_grad` has no effect, because the loop calls it after every pass."""
         loop = self.batch.loop
-        if loop.said is not None:  # it may clear before a step's first pass, too
+        if loop.declared_last is not None:  # such a loop may also clear before the first pass
             return self.measurement.step.passes > 0
         return loop.in_mid_step
 
     # -- in a step ---------------------------------------------------------------------------
 
     def complete(self, inner: Optimizer) -> None:
-        """Let `step` have the numbers of all ranks, also if passes are missing here.
+        """Obtain all ranks' numbers for `step`.
 
-        A step that is short on all ranks is an error, unless that is allowed. If it is, the
-        gradient is the mean of its passes when this returns.
+        If the step is short on all ranks, raise, or make the gradient the mean over the passes.
         """
         measurement = self.measurement
         sent = measurement.step.sent or self._complete_early(inner)
         passes = measurement.step.passes
         if passes >= sent.claims.passes:
-            return  # this rank has seen all passes
+            return
         sent.read()
         if not sent.is_short:
             return
@@ -195,37 +175,34 @@ class RuleCore:
         self.history.short += 1
 
     def _complete_early(self, inner: Optimizer) -> SentStep:
-        """Handle a `step` without all of its backward passes: on every rank, an error."""
-        # It is none if other ranks have gradients that DDP has averaged with this rank's zeros.
+        """Send the numbers of a step with missing passes; raise on every rank for a mistake."""
+        # It is valid if DDP has averaged other ranks' gradients with this rank's zeros.
         measurement = self.measurement
-        # Mistakes of this rank alone come first, before anything is sent.
         if not measurement.hooks.active:
-            raise RuntimeError("unhook() was called, so gradients are not measured any more.")
+            raise RuntimeError("unhook() was called, so gradients are no longer measured.")
         if measurement.in_one_sample:
             raise RuntimeError("step() inside one_sample(): leave the `with` block first.")
         if measurement.hooks.passes.open:
-            raise RuntimeError("step() while backward() is running: step after it has returned.")
+            raise RuntimeError("step() while backward() is running: call step() afterwards.")
         passes = measurement.step.passes
         sent = measurement.complete_early(inner)
-        sent.read()  # raises if the ranks disagree about the step
+        sent.read()  # raises if the ranks disagree
         if sent.ranks > 1 and sent.claims.passes > 0 and not sent.is_short:
             return sent
         if sent.most_passes_seen and not self.batch.loop.counts:
-            return sent  # a short step, for `complete`
+            return sent  # a short step, handled by `complete`
         self.forget()
         if passes > 0:
             text = f"step() inside no_sync(): run the last of {passes} passes outside it."
         elif not measurement.measures(inner.param_groups):
             text = (
-                "the optimizer's parameters were replaced after it was wrapped. Wrap the one that "
-                f"has the new ones.{advice('replaced parameters')}"
+                "the optimizer's parameters were replaced after wrapping. Wrap the optimizer with "
+                f"the new parameters.{advice('replaced parameters')}"
             )
         else:
-            text = (
-                "step() without a backward() before it that reached a parameter of this optimizer."
-            )
+            text = "step() without a backward() that reached a parameter of this optimizer."
             if measurement.hooks.parameters_moved:
-                text += " Parameters were moved or converted: wrap after that."
+                text += " Parameters were moved or converted: wrap the optimizer afterwards."
         raise RuntimeError(text)
 
     def finish_step(self, signals: ScalerSignals) -> bool:
@@ -239,23 +216,24 @@ class RuleCore:
             advice = "Pass it when wrapping: grad_scaler=scaler."
             if signals.grad_scale is None:
                 raise RuntimeError(
-                    f"scaler.unscale_() came before the loss scale was known. {advice}"
+                    f"scaler.unscale_() was called before the loss scale was known. {advice}"
                 )
             if self._previewed is sent:
                 raise RuntimeError(
                     f"gain() was read before scaler.step(), so it was wrong. {advice}"
                 )
-        # the scaler's one-element tensors come along, in the same copy from the device
+        # Copy the scaler's one-element tensors from the device in the same operation.
         tensors = [x for x in (signals.found_inf, signals.grad_scale) if x is not None]
         extras = sent.read(tensors)
         if self.ranks.size > 1:
             count_step(self)
         skipped = bool(extras and extras[0])
         sums = sent.sums
-        if self.loss_scale.at_step(signals) is not None and sums is not None:
+        learned_now = signals.grad_scale is not None and not self.loss_scale.known
+        if learned_now and sums is not None:
             changed = self.loss_scale.update(extras[1])
             if changed and sums.consecutive:
-                sums = None  # the two gradients that were compared have different loss scales
+                sums = None  # the two compared gradients have different loss scales
             else:
                 sums = sums.unscale(extras[1])
         self.reports = sent.reports
@@ -265,19 +243,17 @@ class RuleCore:
         return skipped
 
     def _weight(self, sums: NormSums | None) -> float:
-        """Return the weight of the past when these norms are added."""
         if sums is None:
             return 0.0
         return self.batch.smoothing_for(sums.scale)
 
     def _period(self) -> int:
-        """Return how many steps the next measured one is to stand for; the same on all ranks."""
-        # Every step is measured where a `Ramp` needs the numbers of each, where consecutive
-        # gradients are compared, and after gradients that are not finite.
+        """Return the number of steps per measurement, equal on all ranks."""
+        # A `Ramp` reads every step, and consecutive or non-finite gradients require every step.
         batch = self.batch
         history = self.history
         passes = batch.passes * batch.workers
-        if self.observer is not None or history.nonfinite_in_a_row or passes == 1:
+        if self.reporter.observer is not None or history.nonfinite_in_a_row or passes == 1:
             return 1
         smoothing = batch.smoothing_for(batch.scale_for(batch.passes))
         held = history.average.steps_held(smoothing)
@@ -285,16 +261,13 @@ class RuleCore:
 
 
 class ScaledOptimizer(OptimizerWrapper):
-    """What a rule does with an optimizer: it is bound to one, measures it, and steps it.
-
-    A rule is a subclass of `ScalingRuleBase`, which adds its arguments, readings and state.
-    """
+    """The optimizer methods of a rule: `step`, `zero_grad` and their parts."""
 
     layer = "rule"
     _core: RuleCore
     _min_scale = 0.0
     _norm_kind = "plain"
-    _short_step: ShortStep | None = None  # as it was given
+    _short_step: ShortStep | None = None  # the argument
 
     # `Optimizer.__init__` is not called: groups, state and hooks are the inner optimizer's.
 
@@ -303,57 +276,49 @@ class ScaledOptimizer(OptimizerWrapper):
 
     @property
     def gradient_ranks(self) -> RankGroup:
-        """The ranks whose gradients are averaged for a step."""
         return self._core.ranks
 
-    # -- what a rule may override ------------------------------------------------------------
+    # -- methods that rules may override -----------------------------------------------------
 
     def scale_lr(self, scale: float) -> float | Sequence[float]:
         """Return the factor for a batch of `scale` small batches, or one per parameter group."""
         raise NotImplementedError(f"{type(self).__name__} must define scale_lr(scale).")
 
     def _overrides(self, group: ParamGroup, factor: float) -> Mapping[str, object]:
-        """Return the options of a parameter group to change during the step."""
         if factor == 1.0:
             return {}
         return {"lr": group["lr"] * factor}
 
     def _before_factors(self, skipped: bool) -> None:
-        """Decide or measure what `scale_lr` needs, on every rank. Called in each step.
+        """Prepare `scale_lr` in each step, on every rank, when `param.grad` is the mean.
 
-        The ranks' numbers have arrived, and `param.grad` is the mean. `skipped` says that it is not
-        finite, so that the optimizer takes no step.
+        `skipped` is true if the optimizer skips the step because the gradient is not finite.
         """
 
     def _apply_options(self) -> None:
-        """Pass loaded options on to objects that hold a copy of them."""
+        """Pass loaded options to objects with a copy of them."""
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
-        """Return the norm that this rule measures."""
         return PlainNorm()
 
     def _check_optimizer_supports(self, scale: float) -> None:
-        """Raise if this rule cannot scale this optimizer that far."""
+        """Raise if this rule cannot scale this optimizer to `scale`."""
 
-    # -- what a step needs to know -----------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------
 
     @property
     def noise(self) -> NoiseAverage:
-        """The averaged statistics, this step's gradients included."""
         self._inner_optimizer()  # raises if there is none
         return self._core.current
 
     @property
     def scale(self) -> float:
-        """Size of the whole batch in small batches."""
+        """Size of the full batch, in small batches."""
         return self._core.batch.scale_for(self.passes)
 
     @property
     def passes(self) -> int:
-        """Backward passes of a step: declared, or counted in the step under way.
-
-        After a step that had fewer passes than declared, they are those of that step.
-        """
+        """Backward passes of a step: declared or counted, or the actual number in a short step."""
         core = self._core
         if core.batch.loop.counts and core.inner is not None:
             return core.measurement.step.passes or core.batch.passes
@@ -364,7 +329,6 @@ class ScaledOptimizer(OptimizerWrapper):
             self._core.measurement.check_between_steps(what)
 
     def _check_parameter_groups(self) -> None:
-        """Raise if a group was added to the inner optimizer itself, so that it is not measured."""
         measured = self._core.history.average.groups
         if len(self.param_groups) != measured:
             raise RuntimeError(
@@ -373,14 +337,12 @@ class ScaledOptimizer(OptimizerWrapper):
             )
 
     def _check_own_scale(self, scale: float) -> float:
-        """Return the scale of a whole batch; raise if it is too small for this rule's formula."""
-        why = f"It is {type(self).__name__}'s whole batch, in small batches."
+        why = f"It is the size of {type(self).__name__}'s batch in small batches."
         if self._min_scale:
             return real("scale", scale, least=self._min_scale, why=why)
         return real("scale", scale, above=0.0, why=why)
 
     def _check_batch(self, batch: Batch, passes: int) -> float:
-        """Return the scale of a step of so many passes, if rule and optimizer support it."""
         scale = self._check_own_scale(batch.scale_for(passes))
         if self._core.inner is not None:
             self._check_optimizer_supports(scale)
@@ -389,10 +351,10 @@ class ScaledOptimizer(OptimizerWrapper):
     # -- the optimizer's methods -------------------------------------------------------------
 
     def step(self, closure: Callable[[], object] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer with its learning rates multiplied by the rule's factors.
+        """Step the optimizer with learning rates multiplied by the rule's factors.
 
-        A `closure` is run once before the step, so that the factors include its gradients; its
-        loss is returned. Other arguments are passed on.
+        A `closure` runs once before the step, so that the factors include its gradients. Its loss
+        is returned.
         """
         core = self._core
         if core.batch.loop.in_mid_step:
@@ -407,7 +369,7 @@ class ScaledOptimizer(OptimizerWrapper):
         self._complete(inner)
         skipped = core.finish_step(signals)
         self._before_factors(skipped)
-        # a scaler skips steps that overflow, and they do no harm
+        # Only a scaler skips overflows.
         unscaled = not (signals.present or core.loss_scale.known)
         if unscaled and core.history.nonfinite_in_a_row >= NONFINITE_LIMIT:
             raise RuntimeError(
@@ -427,33 +389,30 @@ class ScaledOptimizer(OptimizerWrapper):
         self._count_progress(inner, gain)
         return self._end_step(result)
 
-    # torch wraps the `step` of every subclass to run step hooks, unless it has this attribute. The
-    # hooks are the inner optimizer's, and its own `step` runs them.
+    # torch wraps the `step` of subclasses to run hooks, which the inner optimizer's `step` runs.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _run_once(self, closure: Callable[[], object]) -> Callable[[], object]:
-        """Run the closure, and return what the inner optimizer is to call in its place."""
         closure = self._in_step(closure)
         with torch.enable_grad():
             return self._core.measurement.hooks.replay(closure(), closure)
 
     def _complete(self, inner: Optimizer) -> None:
-        """Settle how many passes the step has had, and send its numbers if that is to be done."""
         core = self._core
         batch = self._core.batch
         core.measurement.check_divided()
-        if batch.loop.counts:  # only now is their number final
+        if batch.loop.counts:
             self._check_batch(batch, self.passes)
             batch.passes = self.passes
-        elif batch.loop.decides:  # it may have changed the number
+        elif batch.loop.decides:
             self._check_batch(batch, batch.passes)
         core.complete(inner)
 
     def _count_progress(self, inner: Optimizer, gain: float) -> None:
-        """Count a step that was taken, unless a trainer's optimizer says that it skipped it."""
+        """Add the gain to the progress, unless the inner optimizer reports a skipped step."""
         core = self._core
         history = self._core.history
-        # torch's schedulers warn unless they find this on the optimizer they were made for
+        # torch's schedulers warn without this attribute.
         inner._opt_called = True  # type: ignore[attr-defined]
         if getattr(inner, "step_was_skipped", False):
             history.skipped += 1
@@ -462,16 +421,16 @@ class ScaledOptimizer(OptimizerWrapper):
         history.progress += gain
 
     def _end_step(self, result: Any) -> Any:
-        """Let the observer act between two steps, and return the step's result."""
-        core = self._core
-        if core.observer is not None:
-            core.observer.after_step(core.reports)
+        observer = self._core.reporter.observer
+        if observer is not None:
+            observer.after_step(self._core.reports)
         return result
 
     def after_sync(self, seconds: float) -> None:
-        """Let the observer know of a sync round of blocks around this rule."""
-        if self._core.observer is not None:
-            self._core.observer.after_sync(seconds)
+        """Notify the observer of a sync round of blocks around this rule."""
+        observer = self._core.reporter.observer
+        if observer is not None:
+            observer.after_sync(seconds)
 
     def stop_agreed(self) -> bool:
         return any(report.stop for report in self._core.reports)
@@ -485,12 +444,12 @@ class ScaledOptimizer(OptimizerWrapper):
         self._core.binding.zero_grad(set_to_none, **kwargs)
 
     def forget_gradients(self) -> None:
-        """Drop the measurements of gradients that were cleared in a way that cannot be detected."""
+        """Discard the measurements after clearing gradients in an undetectable way."""
         self._inner_optimizer()  # raises if there is none
         self._core.forget()
 
     def one_sample(self) -> AbstractContextManager[None]:
-        """Treat the backward passes inside as one, because they are of the same samples.
+        """Treat the backward passes in the block as a single pass over the same samples.
 
         >>> import torch, manyhands as mh
         >>> model = torch.nn.Linear(2, 2)
@@ -501,19 +460,19 @@ class ScaledOptimizer(OptimizerWrapper):
         ...     second.backward()
         >>> optimizer.step()
 
-        While the block is open, a copy of the gradient is held.
+        While the block is open, a copy of the gradient is stored.
         """
         self._inner_optimizer()  # raises if there is none
         return self._core.measurement.one_sample()
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
-        """Divide the gradients by the number of passes, with `is_scaled_loss=False`."""
+        """Divide the gradients by the number of passes, for `is_scaled_loss=False`."""
         self._inner_optimizer()  # raises if there is none
         self._core.measurement.divide_for_user()
 
 
 def parse_factors(factors: Any, groups: int, rule: object) -> tuple[float, ...]:
-    """Return what `scale_lr` returned as one float per parameter group, or raise."""
+    """Return `scale_lr`'s result as one float per parameter group, or raise."""
     if hasattr(factors, "tolist"):  # a tensor or an array
         factors = factors.tolist()
     if not hasattr(factors, "__len__"):
@@ -537,7 +496,7 @@ def overridden(
         for group, options in zip(param_groups, overrides, strict=True):
             for name, value in options.items():
                 old = group[name]
-                if isinstance(old, Tensor):  # in place: the optimizer may hold this tensor
+                if isinstance(old, Tensor):  # in place: the optimizer may refer to this tensor
                     before.append((group, name, old.clone()))
                     old.copy_(value)
                 else:

@@ -1,21 +1,18 @@
 """Exchange a step's numbers between the ranks, in one small collective.
 
-Each rank sends one vector, its *payload*:
+Each rank sends one vector, the *payload*:
 
     small_squares[group]   sum of |g_i|^2 over this rank's small batches
     mean_square[group]     |G|^2 over the parameters that this rank measures (`_mean_gradient.py`)
-    report                 what this rank says of itself and of the step: see `RankReport`
+    report                 see `RankReport`
 
-The first two come back summed over the ranks, for the estimate. The reports come back as a table
-with one row per rank. If ranks disagree, all of them notice it in the same step and raise the same
-error. No further collective is needed, in which one of them could be left waiting.
+The collective sums the first two over the ranks and gathers the reports. If ranks disagree, all
+ranks raise the same error in this step, so no further collective can hang.
 
-Is this rank the one that the others wait for? Under DDP a rank that ran no backward, ran it inside
-`no_sync()`, froze a parameter or left one out has not joined DDP's all-reduce. The other ranks wait
-there until the process group's timeout, and this rank would wait as long for their payload. But it
-knows that something was odd about its own gradients: a `GradientAnomaly`. It waits for `PATIENCE`
-seconds, then looks for a DDP module that cannot have averaged such gradients, and raises an error
-if there is one.
+Under DDP, a rank that ran no backward pass, ran it inside `no_sync()`, or skipped a parameter has
+not joined DDP's all-reduce. The other ranks wait there, and this rank would wait for their
+payloads. A `GradientAnomaly` records such gradients. After `PATIENCE` seconds, the rank raises an
+error if it finds a DDP module that cannot have averaged these.
 """
 
 from __future__ import annotations
@@ -45,30 +42,29 @@ CHECKSUM_TOLERANCE = 1e-9
 RATES_TOLERANCE = 1e-6  # hosts may round a schedule differently
 
 
-# -- what a rank says -----------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 
 
 class RankReport(NamedTuple):
-    """What one rank says about itself, and what it believes about a step."""
+    """A rank's facts about itself and about a step."""
 
-    # Each rank may say something else.
-    micro_batch: float = 0.0  # samples in its first training input, or 0 if unknown
-    seconds: float = 0.0  # that the step before took, or 0 if unknown (`ramp/_ramp.py`)
+    # These entries may differ between ranks.
+    micro_batch: float = 0.0  # samples in the first training input, or 0 if unknown
+    seconds: float = 0.0  # duration of the previous step, or 0 if unknown (`ramp/_ramp.py`)
     timed_passes: float = 0.0  # backward passes of that step
-    batches: float = 0.0  # micro-batches that it has ready for the next steps
-    stop: float = 0.0  # 1 if it was asked to stop (`_ranks/stop_notice.py`)
-    # All ranks must agree about the rest.
-    is_announcement: float = 0.0  # 1 in a payload that only announces a new number of passes
-    passes: float = 0.0  # backward passes of a whole step
-    # Passes that this rank has seen; fewer if its losses in the other passes used none of the
-    # parameters, which is allowed on some ranks, but not on all.
+    batches: float = 0.0  # micro-batches that are ready for the next steps
+    stop: float = 0.0  # 1 after a stop notice (`_ranks/stop_notice.py`)
+    # The other entries must be equal on all ranks.
+    is_announcement: float = 0.0  # 1 in a payload that only announces a number of passes
+    passes: float = 0.0  # backward passes of a full step
+    # Passes seen by this rank. Some ranks may have fewer, if losses used none of the parameters.
     passes_seen: float = 0.0
-    scale: float = 0.0  # size of the whole batch in small batches
-    checksum: float = 0.0  # of the progress, the averages so far and the last factors
-    rates: float = 0.0  # the sum of the parameter groups' learning rates
-    unmeasured_left: float = 0.0  # steps until the next one that is measured; 0: this one is
-    # Squared norm of some averaged gradients that every rank holds whole: equal on all ranks,
-    # unless the gradients were not averaged. The last, because it may be on a device.
+    scale: float = 0.0  # size of the full batch in small batches
+    checksum: float = 0.0  # of progress, averages and last factors
+    rates: float = 0.0  # sum of the parameter groups' learning rates
+    unmeasured_left: float = 0.0  # steps until the next measured step; 0: this step
+    # Squared norm of averaged gradients that every rank stores in full. Unequal if the gradients
+    # were not averaged. Last, because it may be on a device.
     shared_square: float = 0.0
 
 
@@ -76,26 +72,22 @@ CLAIMS = RankReport._fields
 
 
 class StepObserver(Protocol):
-    """Reports something at every step of a rule, and learns what all ranks reported."""
+    """Adds to a rule's reports at every step, and receives the reports of all ranks."""
 
     def report(self) -> RankReport:
-        """Return this rank's report, at the end of a step's last backward pass."""
+        """Return this rank's report, after a step's last backward pass."""
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
-        """Act at the end of `optimizer.step()`; each rank is given the same reports.
-
-        They are those of this step.
-        """
+        """Handle the end of `optimizer.step()`, with the reports of this step from all ranks."""
 
     def after_load(self) -> None:
-        """Act after the rule has loaded its state, which includes the batch of a step."""
+        """Handle a restored state of the rule, including the batch."""
 
     def after_sync(self, seconds: float) -> None:
-        """Take note that blocks around the rule took so many seconds for a sync after its step."""
+        """Handle a sync round of blocks around the rule, which took `seconds`."""
 
 
 def parse_reports(numbers: Sequence[float]) -> list[RankReport]:
-    """Return every rank's report, in rank order, from the numbers of all ranks."""
     table = []
     for start in range(0, len(numbers), len(CLAIMS)):
         table.append(RankReport(*numbers[start : start + len(CLAIMS)]))
@@ -107,10 +99,10 @@ def check_claims(
 ) -> None:
     """Raise if the ranks disagree about a step.
 
-    A step that is short on all ranks has no numbers, unless that is allowed. The gradients of such
-    a step must have been averaged too, over ranks that have seen equally many passes.
+    Without `short_allowed`, steps that are short on all ranks are not checked further. Otherwise,
+    all ranks must have equally many passes.
     """
-    # The order of the checks matters: an announcement leaves most other entries at zero.
+    # Check announcements first, because most of their other entries are zero.
     columns = dict(zip(CLAIMS, zip(*table, strict=True), strict=True))
     announces = columns["is_announcement"]
     if min(announces) != max(announces):
@@ -126,18 +118,18 @@ def check_claims(
     seen = columns["passes_seen"]
     short = max(seen) < passes[0]
     if short and not (short_allowed and max(seen)):
-        return  # the caller of `step` knows why, and raises or leaves the step out
+        return
     if same_passes or short:
         _check_equal(
             "numbers of backward passes in a step",
             seen,
-            f"Give all workers as many batches; a whole step has {passes[0]:g} passes.",
+            f"Give all workers equally many batches; a full step has {passes[0]:g} passes.",
         )
     _check_equal(
         "statistics, progress or factors (checksums)",
         columns["checksum"],
-        "Load the state dict on every worker, and let scale_lr() depend only on what all "
-        "workers know.",
+        "Load the state dict on every worker, and make scale_lr() depend only on values that all "
+        "workers have.",
         CHECKSUM_TOLERANCE,
     )
     _check_equal(
@@ -149,7 +141,7 @@ def check_claims(
     _check_equal(
         "numbers of steps until the next measured one",
         columns["unmeasured_left"],
-        "Is there a Ramp on some workers only?",
+        "Use a Ramp on all workers or on none.",
     )
     _check_averaged(columns["shared_square"])
 
@@ -162,53 +154,49 @@ def _check_equal(name: str, values: Sequence[float], remedy: str, tolerance: flo
 
 
 def _check_averaged(shared_squares: Sequence[float]) -> None:
-    """Raise if a gradient that all ranks hold is not the same on all of them."""
     largest = max(shared_squares)
     smallest = min(shared_squares)
     if not math.isfinite(largest + smallest):
-        return  # gradients that are not finite are counted, and left out
-    # a reduction may round differently on each rank
+        return  # handled by `History.add`
+    # Reductions may round differently on each rank.
     if largest - smallest > SQUARE_TOLERANCE * abs(largest):
         raise_if_different(
             [{"gradients (norms after backward())": max(v, 0.0) ** 0.5} for v in shared_squares],
-            "Is the model in DistributedDataParallel, and was the step's last backward() outside "
-            "no_sync()? If it is averaged in another group, pass process_group=...; if each worker "
-            "trains on its own, world_size=1.",
+            "Wrap the model in DistributedDataParallel, and run the step's last backward() outside "
+            "no_sync(). If gradients are averaged in another group, pass process_group=...; if "
+            "each worker trains independently, world_size=1.",
         )
 
 
 @dataclass
 class LocalNumbers:
-    """What this rank has measured in a step."""
-
     numbers: Numbers  # `small_squares`, then `mean_square`
-    small_batches: float  # on all ranks; 1 if there was nothing to compare the gradient with
+    small_batches: float  # on all ranks; 1 if there is no gradient for comparison
     shared_square: Norm = 0.0  # see `RankReport`
-    consecutive: bool = False  # whether two steps' gradients were compared
+    consecutive: bool = False  # whether the gradients of two steps are compared
     norm_kind: str = "plain"
-    steps: int = 1  # that this one stands for (`MeasuredSteps`)
+    steps: int = 1  # represented by this step (`MeasuredSteps`)
 
 
-# -- there and back -------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------
 
 
 class StepExchange:
-    """Sends a rank's payload to the others once a step, and announcements between steps."""
+    """Sends a payload in each step, and announcements between steps."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self.ranks = ranks
-        self._announcements: list[PendingSums] = []  # sent, and not checked yet
+        self._announcements: list[PendingSums] = []
 
     def set_groups(self, groups: int, device: torch.device) -> None:
-        """Send numbers of so many parameter groups from now on, from this device."""
         self._groups = groups
         self._device = device
 
     def send(
         self, local: LocalNumbers, claims: RankReport, *, short_allowed: bool, same_passes: bool
     ) -> SentStep:
-        """Start the step's collective, and return what its result is read from."""
-        # Kept until the next step's has begun: see `PendingSums`.
+        """Start the step's collective."""
+        # Stored until the next step's collective has started: see `PendingSums`.
         self._last_sent = self._start(local.numbers, claims, local.shared_square)
         return SentStep(
             self._last_sent,
@@ -221,23 +209,21 @@ class StepExchange:
         )
 
     def _start(self, numbers: Numbers, claims: RankReport, shared_square: Norm) -> PendingSums:
-        """Start a collective with this rank's payload, one vector."""
-        if self.ranks.size == 1:  # numbers of the host stay there: reading them waits for nothing
+        if self.ranks.size == 1:  # host numbers stay on the host
             payload = to_tensor(numbers, torch.device("cpu"))
         elif isinstance(numbers, list) and isinstance(shared_square, float):
             payload = to_tensor([*numbers, *claims[:-1], shared_square], self._device)
         else:
             parts = [to_tensor(numbers, self._device), to_tensor(list(claims), self._device)]
             payload = torch.cat(parts)
-            payload[-1] = shared_square  # on the device, without a copy to the host and back
+            payload[-1] = shared_square  # avoids a synchronization
         return self.ranks.sum_and_gather(payload, 2 * self._groups)
 
     def announce(self, passes: int, scale: float, checksum: float = 0.0) -> None:
-        """Announce to the other ranks that steps have so many passes from now on.
+        """Announce a new number of passes per step to the other ranks, without waiting.
 
-        This does not wait. If a rank announces something else, or nothing until the end of its
-        next step, all ranks notice: an announcement is as long as a step's payload, so it is
-        paired with whatever the other ranks send next.
+        All ranks detect a different or missing announcement by the end of the next step, because
+        it is paired with the other ranks' next payload of equal length.
         """
         if self.ranks.own_group:
             claims = RankReport(
@@ -250,7 +236,7 @@ class StepExchange:
             self._announcements.append(self._start([0.0] * (2 * self._groups), claims, 0.0))
 
     def check_announcements(self, patience: float = math.inf) -> None:
-        """Raise if other ranks announced something else. Wait for them, but at most `patience`."""
+        """Raise if other ranks announced other numbers. Wait for up to `patience` seconds."""
         deadline = time.monotonic() + patience
         while self._announcements:
             left = deadline - time.monotonic()
@@ -262,44 +248,43 @@ class StepExchange:
 
 @dataclass
 class SentStep:
-    """One step's numbers, on the device until `read`."""
+    """The numbers of a step, in transit until `read`."""
 
     pending: PendingSums
     groups: int
     ranks: int
     local: LocalNumbers
-    claims: RankReport  # this rank's
-    short_allowed: bool  # whether a step that is short on all ranks counts
+    claims: RankReport
+    short_allowed: bool  # whether a short step on all ranks is valid
     same_passes: bool  # whether all ranks must have seen equally many passes
-    anomaly: GradientAnomaly | None = None  # if any, an error instead of waiting forever
-    # after `read`
+    anomaly: GradientAnomaly | None = None  # if any, `read` may raise instead of waiting
+    # The following are set by `read`.
     was_read: bool = False
     sums: NormSums | None = None
-    reports: Sequence[RankReport] = ()  # of every rank
-    most_passes_seen: float = 0.0  # by the rank that has seen the most
-    _host: Tensor | None = None  # the numbers on the host, or on their way there
+    reports: Sequence[RankReport] = ()
+    most_passes_seen: float = 0.0
+    _host: Tensor | None = None  # the numbers on the host, possibly still being copied
     _copied: torch.cuda.Event | None = None
 
     @property
     def is_short(self) -> bool:
-        """After `read`: whether no rank has seen all passes."""
+        """After `read`: whether all ranks have missed passes."""
         return self.most_passes_seen < self.claims.passes
 
     @property
     def share(self) -> float:
-        """After `read`: of the passes of a whole step, those that a short one had, if it counts."""
+        """After `read`: the fraction of a full step's passes in a valid short step, otherwise 1."""
         if not (self.is_short and self.short_allowed and self.most_passes_seen):
             return 1.0
         return self.most_passes_seen / self.claims.passes
 
     def start_copy(self) -> None:
-        """Begin to copy the numbers to the host, without waiting."""
         self._check_late()
         numbers = self.pending.wait()
         if numbers.device.type != "cuda":
             self._host = numbers
         else:
-            # only a copy into pinned memory is asynchronous; the event says when it is done
+            # Only copies to pinned memory are asynchronous.
             self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._host.copy_(numbers, non_blocking=True)
             self._copied = torch.cuda.Event()
@@ -308,7 +293,7 @@ class SentStep:
     def read(self, extras: Sequence[Tensor] = ()) -> list[float]:
         """Wait for the numbers of all ranks, and return the values of the extras.
 
-        Everything comes in one copy, because each copy from a GPU is a synchronization.
+        A single copy transfers all numbers, to synchronize once.
         """
         if self.was_read:
             return list(map(float, extras))
@@ -325,7 +310,6 @@ class SentStep:
         return numbers[end:]
 
     def _sums(self, numbers: Sequence[float]) -> NormSums | None:
-        """Return the norm sums in the numbers of all ranks; None if nothing was compared."""
         groups = self.groups
         share = self.share
         local = self.local
@@ -334,8 +318,8 @@ class SentStep:
             return None
         scale = self.claims.scale * share
         if local.consecutive:
-            scale *= 2.0  # two consecutive gradients stand for one step of twice the size
-        # The losses were divided by the passes of a whole step, and their sum is the gradient.
+            scale *= 2.0  # two consecutive gradients form a batch of twice the size
+        # The losses were divided by the passes of a full step.
         mean_square = [square / share**2 for square in numbers[groups : 2 * groups]]
         return NormSums(
             small_squares=tuple(numbers[:groups]),
@@ -348,7 +332,6 @@ class SentStep:
         )
 
     def _numbers(self, extras: Sequence[Tensor]) -> list[float]:
-        """Return the numbers of all ranks, then the extras."""
         numbers = self._host
         if numbers is None:
             self._check_late()
@@ -364,13 +347,13 @@ class SentStep:
         return on_host
 
     def _check_late(self) -> None:
-        """Raise instead of waiting forever, if this rank's gradients are odd and nothing comes."""
+        """Raise instead of waiting indefinitely, if this rank has unusual gradients."""
         if self.anomaly is not None:
             self.anomaly.wait(self.pending)
 
 
 def to_tensor(numbers: Numbers, device: torch.device) -> Tensor:
-    """Return the numbers as a tensor on the device, in the widest float there is."""
+    """Return the numbers as a tensor on the device, in the device's widest float."""
     if isinstance(numbers, Tensor):
         return numbers
     on_host = torch.tensor(numbers, dtype=widest_float(device))
@@ -383,14 +366,14 @@ PATIENCE = 2.0  # seconds
 
 NO_BACKWARD = "step() was called without a backward() before it"
 NOT_AVERAGED = (
-    "the gradients after the step's last backward() are those that this rank computed alone. Was "
-    "that pass inside no_sync()? Only the passes before it may be"
+    "the gradients after the step's last backward() were computed by this rank alone. Run the last "
+    "pass outside no_sync()"
 )
 
 
 @dataclass(frozen=True)
 class GradientAnomaly:
-    """What was odd about a rank's gradients, and whether DDP may be configured to expect it."""
+    """Unusual gradients of a rank, which DDP may be configured to expect."""
 
     rank: int
     params: Sequence[Tensor]
@@ -398,30 +381,29 @@ class GradientAnomaly:
     may_be_intended: bool = False
 
     def wait(self, pending: PendingSums) -> None:
-        """Return if the other ranks' payloads are here or may still come; raise if they cannot."""
+        """Wait for the other ranks' payloads; raise if those ranks wait for this rank."""
         if pending.done_within(PATIENCE):
             return
 
         def waits(module: nn.Module) -> bool:
             if not isinstance(module, DistributedDataParallel):
                 return False
-            # these two options make DDP average without gradients that a rank did not compute
+            # With these options, DDP averages without gradients that a rank did not compute.
             expected = module.find_unused_parameters or module.static_graph
             return not (expected and self.may_be_intended)
 
         if any(modules_holding(self.params, waits)):
             raise RuntimeError(
                 f"the other ranks have not sent their part of this step for {PATIENCE:g} s: they "
-                f"wait for rank {self.rank}, which is this one. Here {self.text}."
+                f"wait for rank {self.rank}, which is this rank. Here {self.text}."
             )
 
 
 def describe_missing(missing: Sequence[int], expected: int) -> str:
-    """Return the text for parameters that had no gradient in the step's last pass."""
     listed = ", ".join(map(str, missing[:8]))
     if len(missing) > 8:
         listed += ", ..."
     return (
         f"{len(missing)} of {expected} parameters had no gradient in the step's last backward() "
-        f"(numbers {listed}): frozen, or not used? Use find_unused_parameters=True"
+        f"(numbers {listed}). If they are frozen or unused, set find_unused_parameters=True"
     )

@@ -1,34 +1,28 @@
-"""Divide gradients by the roots of Adam's second moments, and let these follow the batch.
+"""Measure gradients as Adam preconditions them, and rescale second moments for a new batch size.
 
-**The norm** is that of a gradient as the optimizer uses it: |g / (sqrt(v) + eps)|. Here v are the
-optimizer's own second moments, bias-corrected. On a CPU, a block of elements at a time goes through
-a small scratch buffer, so that only g and v are read from memory. If eps is negligible compared
-with every root, the squared norm is computed as g . (g / v), at half the cost. On a GPU, where an
-operation costs as much as a million elements, several gradients go through each (`TOGETHER`), and
-step counts and floors are floats of the host, so that nothing waits for the device.
+**Norm.** The norm is |g / (sqrt(v) + eps)|, with the optimizer's bias-corrected second moments v.
+On a CPU, blocks of elements go through a small scratch buffer, so that only g and v are read from
+memory. If eps is negligible relative to every root, the squared norm is computed as g . (g / v), at
+half the cost. On a GPU, each operation processes a batch of gradients (`TOGETHER`), and step counts
+and floors are floats on the host.
 
-**Sharded second moments.** Each rank measures its own gradient, before any averaging, and therefore
-needs the second moments of all parameters. If they are sharded, it holds only its shard. A replica
-collects all of them after each step. The price is one more tensor of the model's size on every
-rank, as many bytes sent as in gathering the parameters, and that step counts are read on the host.
+**Sharded second moments.** Each rank measures gradients before the averaging, and needs the
+second moments of all parameters. If they are sharded, a replica collects them after each step. This
+costs a tensor of the model's size on every rank, the communication volume of gathering the
+parameters, and reading step counts on the host. `ReplicatedDTensorState` combines shards in
+messages:
 
-A `ShardedOptimizer` makes its own replica. `ReplicatedDTensorState` is that of a plain optimizer of
-`fully_shard`'s parameters. Shards of several parameters travel together in messages of at most
-`MESSAGE` elements from each rank:
-
-    section   what one rank sends in a message: its shard of each of several parameters, one after
-              the other. All sections are as long as the longest rank's.
+    section   the concatenated shards of a rank; all sections have the length of the longest
     table     all ranks' sections, in rank order
 
-**A batch that changes.** Second moments are running means of g^2, and at scale S
+**Change of the batch size.** Second moments are running means of g^2, and at scale S
 
     E g^2 = |true gradient|^2 + noise / S
 
-Adam remembers a thousand steps (beta2 = 0.999). If the batch of a run grows from 1 to 32 in fifty
-steps, Adam goes on dividing by the roots of a small batch's squares: by up to sqrt(32) too much.
-(Measured on MNIST in 180 steps, this costs 0.3 to 0.5 points of accuracy.) So all elements are
-multiplied by one factor, the ratio of E g^2 after the change to that before. The sizes of the parts
-of the model relative to each other stay as Adam has them.
+Adam's memory is a thousand steps (beta2 = 0.999). If the batch grows from 1 to 32 in fifty steps,
+Adam still divides by the root of a small batch's squares, which is too large by up to sqrt(32).
+(On MNIST, with 180 steps, this costs 0.3 to 0.5 points of accuracy.) Therefore all elements are
+multiplied by the ratio of E g^2 after the change to E g^2 before, which preserves relative sizes.
 """
 
 from __future__ import annotations
@@ -53,21 +47,21 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-BLOCK = 131_072  # elements that go through the scratch buffer at a time
+BLOCK = 131_072  # elements per pass through the scratch buffer
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
-WIDE = {torch.float32, torch.float64}  # narrower ones are not summed together
-# eps relative to the smallest root. The error of that element's square is at most twice this.
+WIDE = {torch.float32, torch.float64}  # precise enough for operations on many tensors
+# Upper bound of eps relative to the smallest root; a square's relative error is up to twice that.
 NEGLIGIBLE = 5e-3
-MESSAGE = 4 * 2**20  # elements that a rank sends at a time
+MESSAGE = 4 * 2**20  # elements per rank and message
 
-# name of the entry, mesh and dimension that it is cut over, dtype
+# entry name, mesh, sharded mesh dimension, dtype
 _MessageKind: TypeAlias = "tuple[str, DeviceMesh, int | None, torch.dtype]"
 
 
 class MomentFloor(NamedTuple):
-    """The smallest second moment that counts for one parameter, computed every few steps."""
+    """The lower bound of a parameter's second moments, recomputed periodically."""
 
-    period: int  # which period of `REFRESH` steps it was computed in
+    period: int  # number of the period of `REFRESH` steps
     fraction: float  # of the mean second moment
     least: float
     any_below: bool
@@ -77,7 +71,7 @@ NO_FLOOR = MomentFloor(0, 0.0, 0.0, False)
 
 
 class Quotient(NamedTuple):
-    """A gradient on a device, and what it is divided by: (sqrt(max(v, least)) + eps) * factor."""
+    """A gradient on a device with its divisor, (sqrt(max(v, least)) + eps) * factor."""
 
     grad: Tensor
     second: Tensor
@@ -91,27 +85,24 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 class PreconditionedNorm(PlainNorm):
-    """The norm of a gradient divided by what Adam or RMSprop would divide it by.
+    """The norm of a gradient divided by Adam's or RMSprop's divisor.
 
-    Until an optimizer has made `WARM_STEPS` steps, its second moments say little, and the plain
-    norm is taken; also after its state was reset or replaced by a younger one. Second moments below
-    `floor` times their tensor's mean are raised to it. Otherwise a weight that has hardly ever had
-    a gradient (of a rare letter, of an empty pixel) would be divided by almost nothing, and
-    outweigh all others when it gets one.
+    During the first `WARM_STEPS` steps of an optimizer's state, the plain norm is used. Second
+    moments below `floor` times their tensor's mean are raised to this value. Otherwise a rare
+    gradient (of a rare letter, or an empty pixel) would be divided by almost zero, and dominate.
     """
 
-    columns = 5  # an index, and the fields of a `MomentFloor`
+    columns = 5  # an index, then the fields of a `MomentFloor`
     WARM_STEPS = 5
-    REFRESH = 16  # steps for which a parameter's floor is kept: computing it reads v
+    REFRESH = 16  # steps between updates of a floor, which read all of v
 
     def __init__(self, optimizer: Optimizer, floor: float = 0.0) -> None:
-        optimizer = unwrap(optimizer)[-1]  # it may be in a trainer's wrapper
+        optimizer = unwrap(optimizer)[-1]
         plain = plain_optimizer(optimizer)
         if not isinstance(plain, Adam | RMSprop):
             name = type(plain).__name__
             raise TypeError(f"AdamScale is for Adam, AdamW and RMSprop, got {name}.")
         self._optimizer = optimizer
-        # the state of all parameters, if each rank holds only a shard of it
         self._replica: ReplicatedState | None = None
         names: set[str] = set()
         for group in optimizer.param_groups:
@@ -122,32 +113,32 @@ class PreconditionedNorm(PlainNorm):
             self._replica = ReplicatedDTensorState(optimizer, sorted(names))
         self.floor = floor
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}  # the beginning of the scratch
+        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
         self.refresh()
 
     def refresh(self) -> None:
-        """Forget all that was read of the optimizer: its parameters or its state are others now."""
+        """Discard cached data after a change of the optimizer's parameters or state."""
         groups = self._optimizer.param_groups
         self._params = [(group, param) for group in groups for param in group["params"]]
-        self._last_warm = 0  # index of a parameter that was warm when it was last checked
-        # parameter index -> a step count on a device, its version after the last step, its value
+        self._last_warm = 0
+        # parameter index -> step count on a device, its version after the last step, its value
         self._counts: dict[int, tuple[Tensor, int, float]] = {}
-        self._floors: dict[int, MomentFloor] = {}  # by parameter index
-        # parameter index -> the step count of the state that the floor was computed from
+        self._floors: dict[int, MomentFloor] = {}
+        # parameter index -> step count object at the time of the floor's computation
         self._floor_counts: dict[int, object] = {}
         self.moments_changed()
 
     def moments_changed(self) -> None:
-        """Read the second moments anew: somebody else has changed them. Called on every rank."""
+        """Discard floors and collect sharded moments. Called on every rank."""
         self._floors.clear()
         if self._replica is not None:
             self._replica.update()
 
     def optimizer_stepped(self) -> None:
-        """Collect sharded moments anew, and count the step without reading it from a device."""
+        """Collect sharded moments, and count the step without reading from a device."""
         if self._replica is not None:
             self._replica.update()
-        # The optimizer's own step has added 1 to a count; any later change is somebody else's.
+        # The optimizer's step increments a count. Any other change has another cause.
         for index, (step, version, count) in self._counts.items():
             if step._version != version:
                 self._counts[index] = step, step._version, count + 1.0
@@ -156,17 +147,14 @@ class PreconditionedNorm(PlainNorm):
         return [[*map(float, (index, *floor))] for index, floor in self._floors.items()]
 
     def load_state(self, state: list[list[float]]) -> None:
-        """Continue with the saved floors: found anew, they would belong to a later step."""
+        """Restore saved floors. Recomputed floors would belong to a later step."""
         self.refresh()
         for index, period, fraction, least, any_below in state:
             self._floors[int(index)] = MomentFloor(int(period), fraction, least, bool(any_below))
 
     @property
     def norm_kind(self) -> str:
-        """Which norm is taken at present; the same on every rank.
-
-        It follows from the optimizer's state alone, not from the gradients that a rank has seen.
-        """
+        """The kind of the current norms, equal on every rank."""
         for index in (self._last_warm, *range(len(self._params))):
             if self._count(index) >= self.WARM_STEPS:
                 self._last_warm = index
@@ -174,15 +162,13 @@ class PreconditionedNorm(PlainNorm):
         return "plain"
 
     def _state_of(self, index: int) -> Mapping[str, Any]:
-        """Return what Adam or RMSprop keeps of a parameter."""
         holder = self._optimizer if self._replica is None else self._replica
         state: Mapping[str, Any] = holder.state.get(self._params[index][1], {})
         return state
 
     def _count(self, index: int) -> float:
-        """Return how many steps a parameter's second moments have seen."""
-        # Reading a count that is on a device (a fused optimizer's) waits for the device. It is read
-        # once, and again only if something other than the optimizer's step has changed it.
+        # Reading a count on a device (of a fused optimizer) synchronizes, so it is cached until
+        # code other than the optimizer's step changes it.
         step = self._state_of(index).get("step", 0.0)
         if not isinstance(step, Tensor) or step.device.type == "cpu":
             return float(step)
@@ -196,7 +182,7 @@ class PreconditionedNorm(PlainNorm):
         return self.slices([(i, grad, _whole) for i, grad in zip(indices, grads, strict=True)])
 
     def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
-        """Return the norm of each slice; on a device, of many in the same few operations."""
+        """Return the norm of each slice. On a device, each operation processes many slices."""
         norms: list[Norm] = []
         together: list[tuple[int, Quotient]] = []
         for index, grad, take_slice in slices:
@@ -217,7 +203,7 @@ class PreconditionedNorm(PlainNorm):
     def _quotient(
         self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor]
     ) -> Quotient | None:
-        """Return a gradient with what it is divided by; None if it does not go with others."""
+        """Return a gradient with its divisor; None if it cannot be batched."""
         group, _ = self._params[index]
         state = self._state_of(index)
         count = self._count(index)
@@ -232,10 +218,10 @@ class PreconditionedNorm(PlainNorm):
     def one(
         self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor] = _whole
     ) -> Norm:
-        """Return the norm of a gradient, or of the slice of it that `take_slice` takes.
+        """Return the norm of a gradient or a slice.
 
-        In the second case `grad` is that slice already. Its second moments are taken out of the
-        whole tensor's, but the floor is a fraction of the whole tensor's mean.
+        With `take_slice`, `grad` is already the slice, and `take_slice` selects second moments.
+        The floor is a fraction of the full tensor's mean.
         """
         group, _ = self._params[index]
         state = self._state_of(index)
@@ -246,15 +232,15 @@ class PreconditionedNorm(PlainNorm):
         second, factor = _second_moment(group, state, count)
         if grad.layout != torch.strided:
             grad = grad.to_dense()
-        # |g / (sqrt(v) * factor + eps)| = |g / (sqrt(v) + eps / factor)| / factor: the factor is
-        # applied once, to the norm
+        # |g / (sqrt(v) * factor + eps)| = |g / (sqrt(v) + eps / factor)| / factor, so the factor is
+        # applied to the norm.
         eps = group["eps"] / factor
         if take_slice is not _whole:
             second = take_slice(second)
             if grad.is_contiguous():
                 second = second.contiguous()
         floor = self._floor_of(index, state, count)
-        # With unequal strides, blocks of the two in memory order would not be the same elements.
+        # With different strides, blocks in memory order would contain different elements.
         if grad.device.type != "cpu" or second.stride() != grad.stride():
             return norm(grad / second.clamp(min=floor.least).sqrt_().add_(eps)) / factor
         below = floor.least if floor.any_below else None
@@ -267,7 +253,6 @@ class PreconditionedNorm(PlainNorm):
         return torch.linalg.vector_norm(torch.stack(norms)) / factor
 
     def _floor_of(self, index: int, state: Mapping[str, Any], count: float) -> MomentFloor:
-        """Return the smallest second moment of a parameter that counts."""
         if not self.floor:
             return NO_FLOOR
         if self._floor_is_stale(index, state, count):
@@ -276,7 +261,6 @@ class PreconditionedNorm(PlainNorm):
         return self._floors[index]
 
     def _find_floors(self) -> None:
-        """Find the floors of all parameters that need one: the host waits for them, once."""
         stale: dict[int, tuple[Tensor, int]] = {}
         for index, (group, _) in enumerate(self._params):
             state = self._state_of(index)
@@ -284,27 +268,25 @@ class PreconditionedNorm(PlainNorm):
             if count >= self.WARM_STEPS and self._floor_is_stale(index, state, count):
                 period = int(count) // self.REFRESH
                 stale[index] = _second_moment(group, state, count)[0], period
-        sums = torch._foreach_norm([second for second, _ in stale.values()], 1)  # none is below 0
+        sums = torch._foreach_norm([second for second, _ in stale.values()], 1)  # none is negative
         device = sums[0].device
         totals: list[float] = torch.stack([each.to(device) for each in sums]).tolist()
         for (index, (second, period)), total in zip(stale.items(), totals, strict=True):
             least = total / max(second.numel(), 1) * self.floor
-            # A v above the floor may fall below it within the period, as each step multiplies it
-            # by beta.
+            # Each step multiplies v by beta, so an element can fall below the floor in the period.
             any_below = second.device.type != "cpu" or bool(second.min() < 2.0 * least)
             self._floors[index] = MomentFloor(period, self.floor, least, any_below)
 
     def _floor_is_stale(self, index: int, state: Mapping[str, Any], count: float) -> bool:
-        """Return whether the floor is to be found anew: now and then, and for another state."""
         known = self._floors.get(index)
         replaced = self._state_was_replaced(index, state["step"])
         now = int(count) // self.REFRESH, self.floor
         return replaced or known is None or (known.period, known.fraction) != now
 
     def _state_was_replaced(self, index: int, step: Tensor | float) -> bool:
-        """Return whether the state is another object than last time: a state dict was loaded."""
+        """Return whether the state was replaced, by a loaded state dict, since the last call."""
         if self._replica is not None or not isinstance(step, Tensor):
-            return False  # a replica makes a new count after every step
+            return False  # a replica creates a count in every step
         before = self._floor_counts.get(index)
         self._floor_counts[index] = step
         return before is not None and before is not step
@@ -314,7 +296,7 @@ class PreconditionedNorm(PlainNorm):
     ) -> Iterator[float]:
         """Yield g . (g / max(v, least)) of each block; `pairs` are blocks of g and v."""
         for block, second in pairs:
-            grad = block.float()  # a mean over the ranks may be in half precision
+            grad = block.float()  # averaged gradients may be in half precision
             out = self._buffer(grad.dtype, grad.numel())
             if least is None:
                 torch.div(grad, second, out=out)
@@ -331,15 +313,13 @@ class PreconditionedNorm(PlainNorm):
         return torch.div(grad, out.add_(eps), out=out)
 
     def _buffer(self, dtype: torch.dtype, size: int) -> Tensor:
-        """Return the first `size` elements of the scratch memory for results of this dtype."""
-        if (dtype, size) not in self._buffers:  # kept, because taking a slice costs an operation
+        if (dtype, size) not in self._buffers:  # cached, because slicing costs an operation
             scratch = self._scratch.setdefault(dtype, torch.empty(BLOCK, dtype=dtype))
             self._buffers[dtype, size] = scratch[:size]
         return self._buffers[dtype, size]
 
 
 def _norms_of(quotients: Sequence[Quotient]) -> Sequence[Tensor]:
-    """Return the norms of several quotients, each operation once for all of them."""
     grads, seconds, leasts, eps, factors = map(list, zip(*quotients, strict=True))
     roots = torch._foreach_clamp_min(seconds, leasts)
     torch._foreach_sqrt_(roots)
@@ -349,8 +329,8 @@ def _norms_of(quotients: Sequence[Quotient]) -> Sequence[Tensor]:
 
 
 def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
-    """Return blocks of at most `BLOCK` elements, each in one piece of memory."""
-    # Short tensors come one after the other, and each operation costs as much as their arithmetic.
+    """Return blocks of up to `BLOCK` elements, each contiguous in memory."""
+    # Short tensors are frequent, and each additional operation would be costly.
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else flatten(tensor)
     if flat.numel() <= BLOCK:
         return (flat,)
@@ -358,7 +338,6 @@ def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _moment_names(group: ParamGroup) -> tuple[str, ...]:
-    """Return the names of the state entries that `_second_moment` reads."""
     if "betas" in group:
         return ("max_exp_avg_sq",) if group.get("amsgrad") else ("exp_avg_sq",)
     return ("square_avg", "grad_avg") if group.get("centered") else ("square_avg",)
@@ -367,41 +346,41 @@ def _moment_names(group: ParamGroup) -> tuple[str, ...]:
 def _second_moment(
     group: ParamGroup, state: Mapping[str, Any], count: float
 ) -> tuple[Tensor, Tensor | float]:
-    """Return the running mean of squares, and the factor that corrects its root's bias."""
+    """Return the running mean of squares, and the bias correction of the root."""
     second, *means = (state[name] for name in _moment_names(group))
     for mean in means:  # of a centered RMSprop
         second = torch.addcmul(second, mean, mean, value=-1)
     if "betas" not in group:
         return second, 1.0
     beta = group["betas"][1]
-    if isinstance(beta, Tensor):  # it may be on a device, where it stays
+    if isinstance(beta, Tensor):  # possibly on a device: avoid a synchronization
         return second, torch.as_tensor(1.0 - beta**count).rsqrt()
     return second, _bias_correction(beta, count)
 
 
-@lru_cache(maxsize=64)  # all parameters of a group have the same, and each is measured twice a step
+@lru_cache(maxsize=64)  # parameters of a group share it, and each is measured twice per step
 def _bias_correction(beta: float, step: float) -> float:
     corrected = 1.0 - beta ** torch.tensor(step)  # float32, as in adaptdl
     return 1.0 / math.sqrt(float(corrected))
 
 
 class ReplicatedDTensorState:
-    """Whole copies, on every rank, of the second moments that `fully_shard` keeps in shards."""
+    """Full copies, on every rank, of second moments that `fully_shard` has sharded."""
 
     def __init__(self, optimizer: Optimizer, names: Sequence[str]) -> None:
         self._optimizer = optimizer
         self._names = list(names)
         self._memory: dict[tuple[Tensor, str], Tensor] = {}
-        self._ranks: dict[tuple[DeviceMesh, int], RankGroup] = {}  # by mesh and its dimension
+        self._ranks: dict[tuple[DeviceMesh, int], RankGroup] = {}  # by mesh and dimension
         self.state: dict[Tensor, dict[str, Any]] = {}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Collect the state as it is now. Call it on every rank."""
+        """Collect the current state. Call this method on every rank."""
         sharded_state = self._optimizer.state
         params = params_of(self._optimizer.param_groups)
         self.state = {}
-        # only shards of one type, cut among the same ranks, can travel in one message
+        # The shards in a message have equal dtypes and groups of ranks.
         messages: dict[_MessageKind, list[tuple[Tensor, DTensorShards]]] = defaultdict(list)
         for param in params:
             if "step" not in sharded_state.get(param, {}):
@@ -409,7 +388,7 @@ class ReplicatedDTensorState:
             if not is_dtensor(param):
                 self.state[param] = sharded_state[param]
                 continue
-            # every rank has made a step with it, even if its shard is empty
+            # Even a rank with an empty shard has made a step.
             self.state[param] = {"step": local_shard(sharded_state[param]["step"])}
             share = DTensorShards.of(param)
             for name in self._names:
@@ -420,10 +399,10 @@ class ReplicatedDTensorState:
                 self._collect(name, message)
 
     def _collect(self, name: str, shares: Sequence[tuple[Tensor, DTensorShards]]) -> None:
-        """Gather one entry of the state from all ranks' shards, for one message's parameters."""
+        """Gather a state entry of a message's parameters from all ranks."""
         own = [local_shard(self._optimizer.state[param][name]).reshape(-1) for param, _ in shares]
         ranks = self._ranks_of(shares[0][1])
-        # rank 0's shards are the longest, as in torch.chunk
+        # Rank 0 has the longest shards, as in torch.chunk.
         section = sum(_numel(param, share, 0) for param, share in shares)
         table = own[0].new_zeros(ranks.size, section)
         torch.cat(own, out=table[ranks.rank, : sum(map(len, own))])
@@ -438,13 +417,12 @@ class ReplicatedDTensorState:
                     self._memory[param, name] = row.new_empty(param.shape)
                 whole = self._memory[param, name]
                 self.state[param][name] = whole
-                # a view of the whole tensor: the shard may be cut in any dimension
+                # A view of the full tensor, because the shard may be cut in any dimension.
                 target = share.ranges[rank].narrow(whole)
                 target.copy_(row[start : start + size].view(target.shape))
                 start += size
 
     def _ranks_of(self, share: DTensorShards) -> RankGroup:
-        """Return the ranks that a parameter is cut among."""
         if share.mesh_dim is None:
             return RankGroup()
         key = share.mesh, share.mesh_dim
@@ -454,7 +432,6 @@ class ReplicatedDTensorState:
 
 
 def _numel(param: Tensor, share: DTensorShards, rank: int) -> int:
-    """Return the number of elements of a rank's shard."""
     part = share.ranges[rank]
     return param.numel() // max(param.size(part.dim), 1) * part.length
 
@@ -464,16 +441,16 @@ def _numel(param: Tensor, share: DTensorShards, rank: int) -> int:
 
 @torch.no_grad()
 def rescale_second_moments(optimizer: Optimizer, ratio: float) -> bool:
-    """Multiply the second moments in an optimizer's state; return whether it has any.
+    """Multiply the second moments in an optimizer's state; return whether any exist.
 
-    First moments are multiplied by the root of the ratio, and so the update m / sqrt(v) stays as it
-    is. They still have the noise of the batches before. Divided by smaller and smaller roots, it
-    would make the update too large, wherever a batch doubles step by step.
+    First moments are multiplied by the root of the ratio, which preserves the update m / sqrt(v).
+    Otherwise, repeated increases of the batch would divide the noise of earlier batches by smaller
+    and smaller roots, which makes the update too large.
     """
     names = {"exp_avg_sq", "max_exp_avg_sq"}
     if isinstance(optimizer, RMSprop):
         names.add("square_avg")
-    centered: set[int] = set()  # they must not fall below the square of the mean
+    centered: set[int] = set()  # excluded: v must not fall below the square of the mean
     for group in optimizer.param_groups:
         if group.get("centered"):
             centered.update(map(id, group["params"]))

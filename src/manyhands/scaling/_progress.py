@@ -1,6 +1,6 @@
-"""Drive a learning-rate schedule by progress instead of by calls to `step`.
+"""Step a learning-rate schedule by progress.
 
-Progress is the number of small-batch steps that the run is worth so far: see `_rule_base.py`.
+Progress is the equivalent number of small-batch steps so far (see `_rule_base.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
 
 
 class ProgressScheduler(LRScheduler):
-    """Step a torch scheduler once for every small-batch step (or epoch) of progress.
+    """Step a torch scheduler once per small-batch step (or epoch) of progress.
 
-    Keep the schedule that was written for the small batch. At every scale it then ends after the
-    same progress, and so after fewer optimizer steps. `ProgressScheduler` is a torch scheduler
-    itself, so trainers accept it. Some of them call `step` once for each process, which makes no
-    difference here.
+    A schedule written for the small batch then ends at the same progress at every scale, after
+    fewer optimizer steps. `ProgressScheduler` is a torch scheduler, so trainers accept it.
+    Additional calls of `step`, which some trainers make once per process, have no effect.
 
     >>> import torch, manyhands as mh
     >>> from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -40,12 +39,12 @@ class ProgressScheduler(LRScheduler):
     0.0
 
     Args:
-        scheduler: any of torch's schedulers, made for `optimizer`.
-        optimizer: the scaling rule whose progress counts.
-        every: progress per step of the scheduler: 1 for schedules in steps, the number of
-            small batches in an epoch for schedules in epochs.
-        end: progress at which training ends and `done` becomes true. The scheduler is not stepped
-            beyond that, because some schedulers (such as OneCycleLR) would raise an error.
+        scheduler: a torch scheduler for `optimizer`.
+        optimizer: the scaling rule that provides the progress.
+        every: progress per step of the scheduler: 1 for schedules in steps, the number of small
+            batches per epoch for schedules in epochs.
+        end: progress at which training ends and `done` becomes true. The scheduler does not step
+            beyond `end`, because some schedulers (such as OneCycleLR) would raise an error.
     """
 
     @explained
@@ -63,21 +62,20 @@ class ProgressScheduler(LRScheduler):
         if not isinstance(rule, ScalingRuleBase):
             name = type(optimizer).__name__
             raise TypeError(
-                f"ProgressScheduler needs an optimizer under a scaling rule, not {name}. Write "
+                f"ProgressScheduler requires an optimizer with a scaling rule, got {name}. Write "
                 "ProgressScheduler(scheduler, optimizer) with optimizer = mh.AdaScale(optimizer)."
             )
         if isinstance(scheduler, Optimizer) or not hasattr(scheduler, "step"):
             raise TypeError(f"scheduler must be a torch scheduler, got {type(scheduler).__name__}.")
-        # `LRScheduler.__init__` is not called: the schedule is the other scheduler's, which has
-        # set the first learning rates.
+        # `LRScheduler.__init__` is not called: `scheduler` has set the initial learning rates.
         self.scheduler = scheduler
         self.optimizer = optimizer
         self._rule = rule
         self._every = every
         self._end = end
-        # A continued run is not stepped again for the progress that it has made before.
+        # Do not repeat scheduler steps for progress made before this object was created.
         self._steps = int(rule.progress / every)
-        self._step_count = 1  # torch's attribute; trainers add to it while gradients accumulate
+        self._step_count = 1  # torch's attribute; trainers increment it during accumulation
 
     @property
     def done(self) -> bool:
@@ -86,38 +84,41 @@ class ProgressScheduler(LRScheduler):
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
-        """How often the scheduler inside was stepped."""
+        """Number of steps of the inner scheduler."""
         return self.scheduler.last_epoch
 
     @property
     def base_lrs(self) -> list[float | Tensor]:  # type: ignore[override]
-        """The learning rates at the beginning, by parameter group."""
+        """The initial learning rates, by parameter group."""
         return self.scheduler.base_lrs
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """Return the learning rates at present, by parameter group, without the rule's factors."""
+        """Return the current learning rates by parameter group, without the rule's factors."""
         return self.scheduler.get_last_lr()
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return what the scheduler inside would compute now; it calls this in its own step."""
+        """Return the inner scheduler's `get_lr()`."""
         return self.scheduler.get_lr()
 
     def step(self, *args: Any) -> None:
-        """Step the scheduler up to the progress, with `args` (ReduceLROnPlateau's metric)."""
+        """Step the scheduler up to the current progress.
+
+        `args` are passed on, for example ReduceLROnPlateau's metric.
+        """
         progress = self._rule.progress
         if self._end is not None:
             progress = min(progress, self._end)
-        # the tolerance covers rounding in a sum of many gains
+        # The tolerance absorbs rounding errors in the sum of gains.
         while self._steps + 1 <= progress / self._every + 1e-9:
             self.scheduler.step(*args)
             self._steps += 1
 
     def state_dict(self) -> dict[str, object]:
-        """Return the scheduler's state, and how often it was stepped."""
+        """Return the inner scheduler's state with the number of steps."""
         return {"scheduler": self.scheduler.state_dict(), "steps": self._steps}
 
     def load_state_dict(self, state_dict: SavedState) -> None:
-        """Continue from a `state_dict`, at any scale; it may be the plain scheduler's."""
+        """Restore the state of a `ProgressScheduler` or a plain scheduler, at any scale."""
         if is_by_progress(state_dict):
             saved = SavedEntries(state_dict, type(self).__name__)
             steps = saved.whole("steps")
@@ -131,4 +132,4 @@ class ProgressScheduler(LRScheduler):
 
 def is_by_progress(state_dict: SavedState) -> bool:
     """Return whether this is the state of a `ProgressScheduler`."""
-    return "last_epoch" not in state_dict  # which all of torch's have
+    return "last_epoch" not in state_dict  # all states of torch's schedulers have this entry

@@ -1,10 +1,8 @@
-"""Make, bind, read, set and save a scaling rule: the interface of every rule.
+"""Define the public interface of all scaling rules: arguments, binding, statistics, state.
 
-How it steps is in `_optimizer.py`, and what the rules answer is in `_rules.py`.
-
-A rule's state dict is its inner optimizer's with one entry added, under `KEY`. The batch, the
-options, the history and the measurement each write their part of the entry and parse it. All of it
-is parsed and checked before anything is changed.
+A rule's state dict is the inner optimizer's with an additional entry, `KEY`. The batch, options,
+history and measurement each write and parse a part. Loading parses and checks all parts
+before it changes any object.
 """
 
 from __future__ import annotations
@@ -67,13 +65,12 @@ from manyhands.scaling._step import (
     prepared_loop,
 )
 
-VERSION = 2  # of the entry's format
+VERSION = 2
 _EVERY = partial(whole, "measure_every", least=1)
 _DEBIAS = partial(flag, "debias_ewma")
 
 
 def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
-    """Return the rule that is around an optimizer, or bound to it by `AdaptiveDataParallel`."""
     around = find_layer(optimizer, ScalingRuleBase)
     rule = claimed_by(optimizer)
     if isinstance(rule, ScalingRuleBase):
@@ -82,16 +79,15 @@ def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
 
 
 class LoopPort:
-    """What a loop that is not the user's tells a rule, and what it may ask: `rule.port`.
+    """The interface of a rule for a training loop that controls the passes: `rule.port`.
 
-    `Ramp`, `WeightedMean`, `AdaptiveDataParallel` and the trainers' adapters use it. A loop of your
-    own does not need it: declare the passes (`num_gradients_to_accumulate`), or give an
-    `Accumulation`.
+    `Ramp`, `WeightedMean`, `AdaptiveDataParallel` and adapters of trainers use it. In other loops,
+    declare the passes (`num_gradients_to_accumulate`) or pass an `Accumulation`.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
     >>> rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> for passes in (1, 3):  # a trainer that knows the passes when a step begins
+    >>> for passes in (1, 3):
     ...     rule.port.begin_step(passes)
     ...     for _ in range(passes):
     ...         (model(torch.randn(8, 2)).mean() / rule.port.divide_by).backward()
@@ -105,19 +101,19 @@ class LoopPort:
         self._rule = rule
         self._core = core
         self.batch = core.batch
-        """The size of a step. Read it; the methods change it."""
+        """The size of a step. Read-only; change it with the methods."""
         self.history = core.history
-        """What the rule's steps have come to, without the gradients of a step under way."""
+        """Results of completed steps."""
         self.loss_scale = core.loss_scale
-        """What gradients are multiplied by: set its `scaler`, or an object with `get_scale()`."""
+        """The factor of the gradients. Assign the gradient scaler to the `scaler` attribute, or any
+        object with `get_scale()`."""
 
-    # -- tell --------------------------------------------------------------------------------
+    # -- control -----------------------------------------------------------------------------
 
     def begin_step(self, passes: int, *, scale_per_pass: float | None = None) -> None:
-        """Declare the passes of the next steps, on every rank and between two steps.
+        """Declare the number of passes per step, on every rank and between two steps.
 
-        `scale_per_pass` is the size of a pass in small batches, on all ranks together, if it has
-        changed. In `AdaptiveDataParallel` the passes are counted, and this sets the size only.
+        `scale_per_pass` is the size of a pass in small batches, on all ranks together.
         """
         self.check_between_steps("port.begin_step()")
         batch = self._core.batch
@@ -127,20 +123,20 @@ class LoopPort:
             batch.set_passes(passes)
 
     def end_pass(self, last: bool | None) -> None:
-        """Say whether the pass under way is its step's last; None: as in a loop without a port.
+        """Declare whether the current pass is the last of the step; None withdraws the statement.
 
-        `step()` and `zero_grad()` do nothing while it is not. To end a step early, see `follow`.
+        After False, `step()` and `zero_grad()` have no effect.
         """
-        self._core.batch.loop.said = last
+        self._core.batch.loop.declared_last = last
 
     def skip(self) -> None:
-        """Drop the passes so far, as the rule's `zero_grad()` does: no step follows."""
+        """Drop the passes of the current step, as `zero_grad()` does."""
         self._rule.forget_gradients()
 
     def follow(self, accumulation: Accumulation | None) -> None:
-        """Let a loop decide about passes from now on; None: those count that are declared.
+        """Let a loop control the passes from now on; None restores the declared number.
 
-        It divides losses by `gradient_accumulation_steps`; steps that end early are corrected.
+        The loop divides losses by `gradient_accumulation_steps`. Short steps are corrected.
         """
         self.check_between_steps("port.follow()")
         loop = Loop()
@@ -149,65 +145,66 @@ class LoopPort:
         self._rule._follow(loop)
 
     def weigh_pass(self, squares: float, small_batches: int, passes: int) -> None:
-        """Count the squared norm of the next pass so many times (`WeightedMean`).
+        """Set the weight of the next pass, for `WeightedMean`.
 
-        The step has so many small batches, on all ranks, and so many passes on this one.
+        The squared norm of the pass is multiplied by `squares`. The step has `small_batches` small
+        batches on all ranks, and `passes` passes on this rank.
         """
         self._core.measurement.next_weight = PassWeight(squares, small_batches, passes)
 
     def set_scale_of_passes(self) -> None:
-        """Turn a scale of the whole batch into one of each pass: the number of passes changes."""
+        """Convert the scale to a scale per pass, before the number of passes changes."""
         batch = self._core.batch
         if batch.scale is not None:
             batch.scale_per_pass = batch.scale / batch.passes
             batch.scale = None
 
     def set_memory(self, small_batches: float) -> None:
-        """Let the averages look back so many small batches, unless a smoothing was set."""
+        """Set the memory of the averages in small batches. An explicit smoothing has precedence."""
         self._core.batch.memory = small_batches
 
     def restart_averages(self) -> NoiseAverage:
-        """Forget the averages, and return the new one."""
+        """Discard the averages, and return an empty average."""
         history = self._core.history
         history.average = history.average.restarted()
         return history.average
 
     def follow_batch(self, before: float, now: float) -> bool:
-        """Let Adam's second moments be those of scale `now`; return whether the noise is known.
+        """Convert Adam's second moments to scale `now`; return whether the noise is known.
 
-        Call it between two steps, on every rank.
+        Call this method on every rank.
         """
         average = self._core.history.average
         if not average.measured:
             return False
         ratio = ratio_of_squares(average.sqr_of(), average.var_of(), before, now)
         rescale_second_moments(OptimizerLayers.of(self._rule).plain, ratio)
-        # Also on a rank whose shard is empty: sharded moments are collected anew from all ranks.
+        # Also necessary on a rank with an empty shard: all ranks collect sharded moments.
         self._core.measurement.norms.moments_changed()
         return True
 
     @property
     def observer(self) -> StepObserver | None:
-        """Who reports and learns something at every step, such as a `Ramp`."""
-        return self._core.observer
+        """An object that takes part in every step, such as a `Ramp`."""
+        return self._core.reporter.observer
 
     @observer.setter
     def observer(self, observer: StepObserver) -> None:
-        self._core.observer = observer
+        self._core.reporter.observer = observer
 
-    # -- ask ---------------------------------------------------------------------------------
+    # -- query -------------------------------------------------------------------------------
 
     def check_step(self, passes: int, scale_per_pass: float) -> None:
-        """Raise if the rule could not scale the optimizer for so many passes of this size."""
+        """Raise if the rule cannot scale the optimizer for this number and size of passes."""
         self._rule._check_batch(replace(self._core.batch, scale_per_pass=scale_per_pass), passes)
 
     def check_between_steps(self, what: str) -> None:
-        """Raise in the middle of a step, where `what` is not possible."""
+        """Raise in the middle of a step. The message names `what` as the operation."""
         self._rule._check_between_steps(what)
 
     @property
     def divide_by(self) -> int:
-        """What each pass's loss is to be divided by, at present."""
+        """The number by which the loop divides each pass's loss."""
         batch = self._core.batch
         if batch.passes_divided_by_user:
             return batch.passes
@@ -215,19 +212,18 @@ class LoopPort:
 
     @property
     def steps(self) -> int:
-        """The steps so far."""
+        """Number of completed steps."""
         return self._core.history.steps
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether `zero_grad()` does nothing at present: the loop is in the middle of a step."""
         return self._core.keeps_gradients
 
 
 class ScalingRuleBase(ScaledOptimizer):
-    """Base of the scaling rules, and of your own: define `scale_lr(scale)`.
+    """Base class of scaling rules. Custom rules define `scale_lr(scale)`.
 
-    Wrap an optimizer directly, `Rule(optimizer)`, or make the rule first and bind it with
+    Wrap an optimizer with `Rule(optimizer)`, or create the rule first and bind it with
     `AdaptiveDataParallel(model, optimizer, rule)` or `initialize`. Then use the rule in place of
     the optimizer:
 
@@ -245,44 +241,40 @@ class ScalingRuleBase(ScaledOptimizer):
     >>> optimizer.factors
     (2.0,)
 
-    `lr` stays the small batch's rate, for schedulers and logs; the factor is applied only
-    inside `step`. End training on `progress`, which counts the small batch's steps, not on the
-    number of calls. The loss must be the mean over a batch, so that the expected gradient is the
-    same for batches of any size.
+    `lr` stays the small batch's rate, for schedulers and logs. End training on `progress`, the
+    equivalent number of small-batch steps, instead of the number of calls. The loss must be the
+    mean over a batch, so that the expected gradient does not depend on the batch size.
 
     Args:
-        optimizer: the optimizer to wrap; without it the rule waits for `initialize`.
+        optimizer: the optimizer to wrap. Without it, call `initialize`.
         world_size: number of workers, by default the size of the process group. Inside a larger
-            group, 1 lets each worker train on its own.
-        scale: size of the whole batch (all workers and passes) in small batches. By default
+            group, 1 trains each worker independently.
+        scale: size of the batch of all workers and passes, in small batches. The default is
             workers x passes: each micro-batch is a small batch.
-        smoothing: weight of the past in the moving averages. By default
-            `max(1 - n / 1000, 0)` with n = workers x passes, and `0.999 ** scale` in
+        smoothing: weight of the past in the moving averages. The default is
+            `max(1 - n / 1000, 0)` with n = workers x passes, or `0.999 ** scale` in
             `AdaptiveDataParallel`.
-        num_gradients_to_accumulate: backward passes before each step; or the loop that decides
-            it (see `Accumulation`). It is found around an optimizer that a trainer has prepared,
-            if `manyhands.integrations` knows the trainer.
-        is_scaled_loss: whether each pass's loss is divided by that number. If not, call
+        num_gradients_to_accumulate: backward passes per step, or an `Accumulation`. Detected for
+            optimizers prepared by a trainer that `manyhands.integrations` supports.
+        is_scaled_loss: whether each pass's loss is divided by the number of passes. If not, call
             `scale_grad_by_num_grads_to_accum()` before `step`.
-        debias_ewma: True for moving averages like Adam's; False for those of the AdaScale paper's
-            appendix B.3. A state dict of a run with False continues with False.
-        process_group: the workers that share gradients; all, by default.
-        grad_scaler: the `torch.amp.GradScaler` in use. It is required if you call its `unscale_`
-            or read `gain()` before `step()`; otherwise `scaler.step(optimizer)` passes on the
-            loss scale.
-        var_floor: the smallest noise that an average can have, 1e-6 by default. Gradients whose
-            squared norms are nearly as small seem to be pure noise: lower the floor for them, or
-            multiply the loss.
-        measure_every: 4, the default, measures one step in four, once the averages have seen as
-            many steps as they look back over. 1 measures every step, as is done under a `Ramp` and
-            on one worker with one pass, and is the default in `AdaptiveDataParallel`. More steps
-            are measured where the averages would hold less than 100 small batches or four steps.
-        short_step: what a step with fewer passes does, as at the end of an epoch. "error", the
-            default where passes are declared, says how to declare a shorter step. "count", the
-            default where the loop decides about passes, is for losses that are divided by the
-            passes of a whole step even there: it multiplies the gradient, so that it is the mean
-            of the passes that there were, and takes a smaller step, of their scale.
-        model: the module that `fully_shard` was called on; needed only after `gc.freeze()`.
+        debias_ewma: True for moving averages like Adam's; False for the averages of the AdaScale
+            paper's appendix B.3. A loaded False takes precedence over True.
+        process_group: the workers that average gradients; all by default.
+        grad_scaler: the `torch.amp.GradScaler` in use, required with `unscale_` or with `gain()`
+            before `step()`. Otherwise, `scaler.step(optimizer)` provides the loss scale.
+        var_floor: lower bound of the averaged noise, 1e-6 by default. If squared gradient norms are
+            this small, lower the floor or multiply the loss.
+        measure_every: steps per measurement once the averages contain their full memory, 4 by
+            default. 1 measures every step; this is the default in `AdaptiveDataParallel`, and
+            always applies with a `Ramp` or with one pass on one worker. Measurements are more
+            frequent where the averages would contain less than 100 small batches or four steps.
+        short_step: handling of a step with fewer passes, such as at the end of an epoch. "error",
+            the default for a declared number of passes, raises an error. "count", the default for
+            an `Accumulation`, is for loops that divide losses by the passes of a full step even in
+            a short step: the rule multiplies the gradient to obtain the mean over the actual
+            passes, and uses their scale.
+        model: the module passed to `fully_shard`; needed only after `gc.freeze()`.
     """
 
     @explained
@@ -330,7 +322,6 @@ class ScalingRuleBase(ScaledOptimizer):
             self._bind(optimizer)
 
     def _extra_options(self) -> Options:
-        """Return the options that this rule adds; they are saved and loaded with the others."""
         return {}
 
     # -- binding to an optimizer -------------------------------------------------------------
@@ -338,19 +329,19 @@ class ScalingRuleBase(ScaledOptimizer):
     def initialize(
         self, adp: Averager | None, optimizer: Optimizer, patch_optimizer: bool = False
     ) -> None:
-        """Bind a rule that was made without an optimizer.
+        """Bind a rule that was created without an optimizer.
 
-        `adp` is the data-parallel module (ours or torch's DDP). Backward passes are then counted:
-        those inside its `no_sync()` accumulate, and the sum is divided here. With
-        `patch_optimizer`, `optimizer.step`, `.zero_grad`, `.state_dict` and `.load_state_dict`
-        become the rule's.
+        `adp` is the data-parallel module (ours or torch's DDP). The rule then counts backward
+        passes: passes inside `adp.no_sync()` accumulate; the rule divides their sum. With
+        `patch_optimizer`, the rule replaces `optimizer.step`, `.zero_grad`, `.state_dict` and
+        `.load_state_dict`.
         """
         core = self._core
         if core.inner is not None:
-            raise RuntimeError("this rule is bound to an optimizer already; make another one.")
+            raise RuntimeError("this rule is bound to an optimizer already; create another rule.")
         if adp is not None:
             if core.batch.loop.decides:
-                raise TypeError("the passes are counted: leave num_gradients_to_accumulate out.")
+                raise TypeError("the passes are counted: omit num_gradients_to_accumulate.")
             core.batch.loop = CountingLoop(adp)
             every = core.options["measure_every"]
             core.options["measure_every"] = replace(every, default=1)  # as in adaptdl
@@ -361,7 +352,7 @@ class ScalingRuleBase(ScaledOptimizer):
             core.binding.patch(self)
 
     def _bind(self, optimizer: Optimizer) -> None:
-        """Tie the rule to an optimizer: find the ranks, check that they agree, start to measure."""
+        """Attach the rule to an optimizer, after checking that ranks agree."""
         core = self._core
         batch = self._core.batch
         check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
@@ -370,7 +361,6 @@ class ScalingRuleBase(ScaledOptimizer):
         if not batch.loop.counts:
             prepared = find_prepared(optimizer)
         if prepared is not None:
-            # Its own methods become the rule's: the trainer saves, loads and steps that object.
             if prepared.unseen is not None:
                 why = f"cannot measure gradients under {prepared.unseen}. Use DDP, FSDP2 or OSS."
                 raise TypeError(f"{type(self).__name__} {why}")
@@ -379,7 +369,7 @@ class ScalingRuleBase(ScaledOptimizer):
                 self._follow(loop)
             if not core.loss_scale.known:
                 core.loss_scale.scaler = prepared.scaler
-        group = core.process_group or getattr(optimizer, "group", None)  # an OSS has one
+        group = core.process_group or getattr(optimizer, "group", None)  # such as OSS.group
         params = params_of(optimizer.param_groups)
         core.ranks = rank_group_of(params, group, core.world_size)
         batch.workers = core.ranks.size
@@ -387,20 +377,19 @@ class ScalingRuleBase(ScaledOptimizer):
         core.history.factors = (1.0,) * len(optimizer.param_groups)
         try:
             scale = batch.scale_for(batch.passes)
-            if not batch.loop.counts:  # else the scale is known only at the step
+            if not batch.loop.counts:  # otherwise the scale is unknown until the step
                 scale = self._check_own_scale(scale)
             self._check_optimizer_supports(scale)
             check_ranks_agree(optimizer, core.ranks, batch, core.options)
             core.start(optimizer, norms, NoiseAverage(len(optimizer.param_groups)))
         except BaseException:
-            core.inner = None  # so that the mistake can be corrected, and the rule bound again
+            core.inner = None
             raise
         core.binding.claim(self)
         if prepared is not None and prepared.optimizer is optimizer:
             core.binding.patch(self)
 
     def _follow(self, loop: Loop) -> None:
-        """Let this loop say from now on which passes make a step; short steps follow from it."""
         batch = self._core.batch
         batch.loop = loop
         batch.begin_step()
@@ -410,17 +399,16 @@ class ScalingRuleBase(ScaledOptimizer):
 
     @property
     def adp(self) -> Averager | None:
-        """The data-parallel module that was given to `initialize`."""
         return self._core.batch.loop.module
 
     def unhook(self) -> None:
-        """Stop measuring the parameters, and give the optimizer back as it was."""
+        """Stop measuring, and restore the optimizer's methods."""
         self._inner_optimizer()  # raises if there is none
         self._core.measurement.hooks.remove()
         self._core.binding.release()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add parameters: they are measured from the next backward pass on."""
+        """Add a parameter group. Its measurement starts with the next backward pass."""
         self._check_between_steps("add_param_group()")
         inner = self._inner_optimizer()
         core = self._core
@@ -437,7 +425,6 @@ class ScalingRuleBase(ScaledOptimizer):
         core.history.factors += (1.0,)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ScaledOptimizer:
-        """Return a copy around a copy of the optimizer (and its parameters, if not in `memo`)."""
         twin = copy.copy(self)
         memo[id(self)] = twin
         old = self._core
@@ -468,24 +455,21 @@ class ScalingRuleBase(ScaledOptimizer):
         return twin
 
     def __copy__(self) -> ScaledOptimizer:
-        """Return another face of the same rule."""
         twin = type(self).__new__(type(self))
-        twin.__dict__.update(self.__dict__)  # the rule may be a user's, with any attributes
+        twin.__dict__.update(self.__dict__)  # subclasses may have any attributes
         return twin
 
     @property
     def port(self) -> LoopPort:
-        """What a loop that is not the user's tells the rule, and what it may ask."""
         return LoopPort(self, self._core)
 
     # -- reading the statistics --------------------------------------------------------------
 
     def gain(self, pg_idx: int | None = None) -> float:
-        """Return how many small-batch steps a step at this scale is worth (r in AdaScale's paper).
+        """Return the number of small-batch steps that a step is worth (r in AdaScale's paper).
 
-        `pg_idx` selects one parameter group; by default all count together. Between `backward` and
-        `step` this step's gradients are included. Under every rule this is the measured gain,
-        which need not be the rule's factor.
+        `pg_idx` selects a parameter group; the default combines all groups. Between `backward` and
+        `step`, the result includes the current gradients. Not every rule uses the gain as factor.
         """
         groups = len(self.param_groups)
         if pg_idx is not None and not 0 <= pg_idx < groups:
@@ -494,22 +478,21 @@ class ScalingRuleBase(ScaledOptimizer):
 
     @property
     def progress(self) -> float:
-        """Small-batch steps done so far: the sum of the gains of all steps taken."""
+        """The equivalent number of small-batch steps: the sum of all gains."""
         return self._core.history.progress
 
     def set_progress(self, progress: float) -> None:
-        """Set the progress, after a phase that was trained without the rule."""
+        """Set the progress, for example after a training phase without the rule."""
         self._core.history.progress = real("progress", progress, least=0.0)
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """The factors that the learning rates were multiplied by in the last step, by group."""
         return self._core.history.factors
 
     def snapshot(self) -> dict[str, object]:
-        """Return the state of the scaling in plain numbers, for logs and `Record`.
+        """Return the state of the scaling as plain numbers, for logs and `Record`.
 
-        If blocks are inside, their numbers are included, and "step" and "workers" are theirs.
+        If blocks are inside, their snapshot is included and determines "step" and "workers".
         """
         inner = self._inner_optimizer()
         core = self._core
@@ -548,7 +531,6 @@ class ScalingRuleBase(ScaledOptimizer):
         return f"{type(self).__name__}({settings})\n{self._core.inner!r}"
 
     def _settings(self) -> dict[str, object]:
-        """Return the settings that `repr` shows."""
         batch = self._core.batch
         return {
             "scale": f"{self.scale:g}",
@@ -560,10 +542,9 @@ class ScalingRuleBase(ScaledOptimizer):
     # -- scale, accumulation, smoothing ------------------------------------------------------
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
-        """Set the size of the whole batch to `scale` small batches.
+        """Set the size of the full batch to `scale` small batches.
 
-        The noise is kept at scale 1, so the gain is right at once. `update_estimate` has no
-        effect; it is accepted for code that was written for fairscale.
+        `update_estimate` is fairscale's and has no effect: the noise is stored at scale 1.
         """
         self._check_between_steps("set_scale()")
         scale = self._check_own_scale(scale)
@@ -572,44 +553,40 @@ class ScalingRuleBase(ScaledOptimizer):
         self._core.batch.set_scale(scale=scale)
 
     def set_scale_per_pass(self, scale: float) -> None:
-        """Set the size of one pass, on all workers together, in small batches.
+        """Set the size of a pass on all workers together, in small batches.
 
-        The scale is then this number times the passes of each step. One pass may be less than a
-        small batch. A whole step may not, if the rule requires that.
+        The scale is then this number times the passes of each step. It may be less than 1, but not
+        the scale of a step of a rule that requires at least 1.
         """
         self._check_between_steps("set_scale_per_pass()")
         batch = self._core.batch
-        changed = replace(batch)  # checked before anything is changed
+        changed = replace(batch)
         changed.set_scale(per_pass=real("scale", scale, above=0.0))
-        # if passes are counted, the scale is known, and checked, only at the step
         if self._core.inner is not None and not batch.loop.counts:
             self._check_batch(changed, batch.passes)
         batch.set_scale(per_pass=changed.scale_per_pass)
 
     @property
     def smoothing(self) -> float:
-        """The weight of the past in the averages."""
         return self._core.batch.smoothing_for(self.scale)
 
     def set_num_gradients_to_accumulate(
         self, num_gradients_to_accumulate: int, update_smoothing: bool = True
     ) -> None:
-        """Set how many backward passes make a step from now on. Call it on every worker.
+        """Set the number of backward passes per step. Call this method on every worker.
 
-        The default scale follows. A scale that was set explicitly stays; if it is to change, call
-        `set_scale` too. The smoothing becomes the default for the new number, unless
-        `update_smoothing=False`.
+        The default scale follows; after an explicit scale, call `set_scale`. The smoothing changes
+        to the default for the new number, unless `update_smoothing=False`.
         """
         core = self._core
         batch = self._core.batch
         if batch.loop.counts:
-            raise RuntimeError("AdaptiveDataParallel counts the passes: there is no number to set.")
+            raise RuntimeError("AdaptiveDataParallel counts the passes: they cannot be set.")
         if batch.loop.decides:
-            raise RuntimeError("the loop decides how many passes a step has: change it there.")
+            raise RuntimeError("the loop controls the number of passes: change it in the loop.")
         passes = whole(PASSES, num_gradients_to_accumulate, least=1, why=PER_STEP)
         self._check_between_steps("set_num_gradients_to_accumulate()")
         if core.inner is not None:
-            # a scale that was set explicitly stays, whatever the passes
             scale = self._check_batch(replace(batch, passes=passes), passes)
             core.measurement.exchange.announce(passes, scale, core.history.checksum)
         batch.set_smoothing(None if update_smoothing else self.smoothing)
@@ -618,9 +595,9 @@ class ScalingRuleBase(ScaledOptimizer):
     # -- saving and loading ------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
-        """Return the inner optimizer's state dict, with one entry added under "manyhands".
+        """Return the inner optimizer's state dict with the additional entry "manyhands".
 
-        Between the backward passes of a step, the state is that before the step. Arguments are
+        Between the backward passes of a step, this is the state before the step. Arguments are
         passed to the inner optimizer (OSS has `all_ranks`).
         """
         self._inner_optimizer()  # raises if there is none
@@ -629,16 +606,17 @@ class ScalingRuleBase(ScaledOptimizer):
         return state
 
     def load_state_dict(self, state_dict: SavedState) -> None:
-        """Continue from a `state_dict`, perhaps of another number of workers or passes.
+        """Restore a `state_dict`. The number of workers or passes may have changed.
 
-        Options that were set in this run, by arguments or `set_scale`, stay; a warning names those
-        that differ from the state dict's. All other options are taken from the state dict. The
-        default scale becomes this run's workers x passes. A scale that was set in the saved run
-        keeps its proportion to workers x passes, as the micro-batch stays the same.
+        Options set in this run, by arguments or `set_scale`, take precedence; a warning lists
+        differences. A default scale becomes this run's workers x passes. An explicit saved scale is
+        multiplied by the change of workers x passes, because the micro-batch stays the same.
         """
         if KEY not in state_dict:
-            raise ValueError(f"no {KEY!r} entry: a bare optimizer's? Then load it before wrapping.")
-        # parsed first: a state dict that does not fit changes nothing
+            raise ValueError(
+                f"the state dict has no {KEY!r} entry. Load the state of a bare optimizer before "
+                "wrapping it."
+            )
         state = self.check_scaling_state(state_dict[KEY])
         self._core.binding.load_state_dict(dict(state_dict))
         self.take_scaling_state(state)
@@ -646,8 +624,7 @@ class ScalingRuleBase(ScaledOptimizer):
     def scaling_state_dict(self) -> StateDict:
         """Return the state of the scaling alone: statistics, progress, scale.
 
-        Use it if the optimizer's state is saved in another way, as by
-        torch.distributed.checkpoint, which is given `.optimizer`.
+        Use this method if torch.distributed.checkpoint saves `.optimizer` separately.
         """
         inner = self._inner_optimizer()
         core = self._core
@@ -661,11 +638,11 @@ class ScalingRuleBase(ScaledOptimizer):
         }
 
     def load_scaling_state_dict(self, state_dict: SavedState) -> None:
-        """Continue from a `scaling_state_dict`; the optimizer's own state stays as it is."""
+        """Restore a `scaling_state_dict` without the state of the optimizer."""
         self.take_scaling_state(self.check_scaling_state(state_dict))
 
     def check_scaling_state(self, saved: SavedState) -> ScalingState:
-        """Return the scaling entry of a state dict, checked against this wrapper."""
+        """Parse the scaling entry of a state dict, and check that it fits."""
         self._check_between_steps("load_state_dict()")
         core = self._core
         entry = SavedEntries(saved, "a scaling rule")
@@ -684,14 +661,14 @@ class ScalingRuleBase(ScaledOptimizer):
             loss_scale=loss_scale,
         )
         scale = self._check_own_scale(batch.scale_for(batch.passes))
-        loaded = copy.copy(self)  # the check reads the options, here the loaded ones
+        loaded = copy.copy(self)  # for the check, which reads the options
         loaded._core = copy.copy(core)
         loaded._core.options = options
         loaded._check_optimizer_supports(scale)
         return state
 
     def take_scaling_state(self, state: ScalingState) -> None:
-        """Take over a parsed state."""
+        """Continue from a parsed state."""
         core = self._core
         core.batch.load_state(state.batch)
         core.options = state.options
@@ -699,8 +676,8 @@ class ScalingRuleBase(ScaledOptimizer):
         core.measurement.load_state(state.measurement)
         core.loss_scale.last = state.loss_scale
         core.continue_from(state.history)
-        if core.observer is not None:
-            core.observer.after_load()
+        if core.reporter.observer is not None:
+            core.reporter.observer.after_load()
         if state.mismatches:
             message = describe_mismatches(state.mismatches, type(self).__name__)
             warn(message)
@@ -708,8 +685,6 @@ class ScalingRuleBase(ScaledOptimizer):
 
 @dataclass(frozen=True)
 class ScalingState:
-    """The scaling entry of a state dict, parsed and found to fit."""
-
     batch: Batch
     options: Options
     mismatches: list[OptionMismatch]
@@ -719,12 +694,12 @@ class ScalingState:
 
 
 def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
-    """Return what a state dict records about the wrapper that it is from."""
-    inner = unwrap(optimizer)[-1]  # the same name with and without blocks around it
+    """Return the facts about the optimizer in a state dict."""
+    inner = unwrap(optimizer)[-1]  # independent of blocks
     return {
         "version": VERSION,
         "gradients": norm_kind,
-        "optimizer": type(plain_optimizer(inner)).__name__,  # with and without sharding
+        "optimizer": type(plain_optimizer(inner)).__name__,  # independent of sharding
         "group_sizes": [len(group["params"]) for group in optimizer.param_groups],
     }
 

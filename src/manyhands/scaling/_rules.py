@@ -1,17 +1,17 @@
-"""Turn a scale and the measured noise into factors of the learning rate: the scaling rules.
+"""Scaling rules: turn a scale and the measured noise into factors of the learning rate.
 
-Each rule answers the question "by what must the learning rate of the small batch be multiplied
-when the batch is S (`scale`) times as large?".
+Each rule returns the factor of the small batch's learning rate for an S (`scale`) times larger
+batch.
 
     AdaScale       r = (var + sqr) / (var / S + sqr)         Johnson et al. 2020
-    AdamScale      r ** 0.5                                  its square root, for Adam
+    AdamScale      r ** 0.5                                  for Adam
     LinearScale    S                                         Goyal et al. 2017
     SqrtScale      sqrt(S)                                   Krizhevsky 2014
     rescale_adam   lr * sqrt(S), (1 - beta) * S, eps / sqrt(S)          Malladi et al. 2022
-    LEGWScale      sqrt(S), warmed up over S times as many epochs       You et al. 2019
+    LEGWScale      sqrt(S), after an S times longer warm-up       You et al. 2019
 
-The formulas that do not need the noise stand first, as functions of floats; AdaScale's gain r is
-in `_noise.py`. The classes apply them to an optimizer.
+Formulas without noise are functions of floats at the top of this file. AdaScale's gain r is in
+`_noise.py`. The classes apply the formulas to an optimizer.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ T = TypeVar("T")
 def legw_factor(
     scale: float, progress: float, warmup_epochs: float, data_size: float, batch_size: float
 ) -> float:
-    """Return sqrt(scale), reached in a straight line over `scale` times the baseline's warm-up.
+    """Return LEGW's factor: sqrt(scale) after a linear warm-up.
 
-    `batch_size` is the baseline's; `progress` counts the baseline's steps.
+    `batch_size` is the baseline's, and `progress` counts baseline steps. The warm-up is `scale`
+    times longer, in epochs.
 
     >>> legw_factor(scale=4.0, progress=50.0, warmup_epochs=1, data_size=1000, batch_size=10)
     0.25
@@ -57,7 +58,7 @@ def legw_factor(
 
 
 def sde_beta(beta: float, scale: float) -> float:
-    """Return the decay that remembers as many samples at `scale` as `beta` does at scale 1.
+    """Return the decay with the memory, in samples, that `beta` has at scale 1.
 
     >>> round(sde_beta(0.9, 4.0), 6)
     0.6
@@ -75,9 +76,9 @@ class AdaScale(ScalingRuleBase):
         gain = (sqr + var) / (sqr + var / scale)
         progress += gain
 
-    `sqr` is |true gradient|^2, and `var` the variance of a small batch's gradient, for each
-    parameter group. The gain is 1 if the gradients of the small batches agree, and `scale` if they
-    are pure noise.
+    `sqr` is |true gradient|^2 and `var` the variance of a small batch's gradient, per parameter
+    group. The gain is 1 if the gradients of the small batches agree, and `scale` if they are pure
+    noise.
 
     T. Johnson, P. Agrawal, H. Gu, C. Guestrin, "AdaScale SGD: A User-Friendly Algorithm for
     Distributed Training", ICML 2020, arXiv:2007.05105.
@@ -86,7 +87,7 @@ class AdaScale(ScalingRuleBase):
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> optimizer = mh.AdaScale(optimizer, num_gradients_to_accumulate=8)
-    >>> while optimizer.progress < 100:  # as good as 100 steps at the small batch
+    >>> while optimizer.progress < 100:  # equivalent to 100 steps with the small batch
     ...     optimizer.zero_grad()
     ...     for x, y in zip(torch.randn(8, 16, 4), torch.randn(8, 16, 1)):
     ...         (torch.nn.functional.mse_loss(model(x), y) / 8).backward()
@@ -94,32 +95,31 @@ class AdaScale(ScalingRuleBase):
     >>> 1.0 <= optimizer.gain() <= 8.0
     True
 
-    `ScalingRuleBase` documents the arguments. AdaScale is made for SGD with or without momentum.
-    `docs/scaling.md` says when it is the better rule for Adam, instead of `AdamScale`.
+    `ScalingRuleBase` documents the arguments. AdaScale is designed for SGD with or without
+    momentum. `docs/scaling.md` compares AdaScale and `AdamScale` for Adam.
     """
 
-    _min_scale = 1.0  # the gain is for a batch of at least one small batch
+    _min_scale = 1.0  # the batch is at least a small batch
 
     def scale_lr(self, scale: float) -> Sequence[float]:
         return [self.noise.gain(scale, group) for group in range(self.noise.groups)]
 
-    # `pg` and `data` are fairscale's names of these arguments, beside torch's.
+    # `pg` and `data` are fairscale's argument names.
 
     def add_param_group(
         self, param_group: ParamGroup | None = None, *, pg: ParamGroup | None = None
     ) -> None:
-        """Add parameters: they are measured from the next backward pass on."""
+        """Add a parameter group. Its measurement starts with the next backward pass."""
         super().add_param_group(_one_of_two_names("param_group", param_group, "pg", pg))
 
     def load_state_dict(
         self, state_dict: SavedState | None = None, *, data: SavedState | None = None
     ) -> None:
-        """Continue from a `state_dict`, as `ScalingRuleBase.load_state_dict` says."""
+        """Restore a `state_dict` (see `ScalingRuleBase.load_state_dict`)."""
         super().load_state_dict(_one_of_two_names("state_dict", state_dict, "data", data))
 
 
 def _one_of_two_names(name: str, value: T | None, other_name: str, other: T | None) -> T:
-    """Return the argument that was given, under one of its two names."""
     if value is not None and other is not None:
         raise TypeError(f"{name} and {other_name} are one argument: give it once.")
     given = other if value is None else value
@@ -129,7 +129,7 @@ def _one_of_two_names(name: str, value: T | None, other_name: str, other: T | No
 
 
 class AdaScaleWrapper(AdaScale):
-    """`AdaScale` that makes its optimizer itself, for code that takes the class of an optimizer.
+    """`AdaScale` that creates the inner optimizer, for code that expects an optimizer class.
 
     >>> import torch
     >>> from manyhands.fairscale import AdaScaleWrapper
@@ -138,14 +138,14 @@ class AdaScaleWrapper(AdaScale):
     ...     model.parameters(), optim_cls=torch.optim.SGD, lr=0.1, num_gradients_to_accumulate=8
     ... )
 
-    The names are fairscale's. For Adam, write a function that returns
-    `mh.AdamScale(AdamW(params, ...))`. Inside `OSS` each worker would measure its own shard: put
-    the rule around, `AdaScale(OSS(params, ...))`.
+    The argument names are fairscale's. For Adam, write a function that returns
+    `mh.AdamScale(AdamW(params, ...))`. With `OSS`, use `AdaScale(OSS(params, ...))`: a rule inside
+    `OSS` would measure only the local shard.
 
     Args:
-        params: parameters, or groups of them, as for any optimizer.
-        optim_cls: the class of the optimizer.
-        additional_optim_args: its arguments, by name, and further ones of `AdaScale`.
+        params: parameters or parameter groups, as for any optimizer.
+        optim_cls: class of the inner optimizer.
+        additional_optim_args: keyword arguments of the inner optimizer and of `AdaScale`.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class AdaScaleWrapper(AdaScale):
         if not (isinstance(optim_cls, type) and issubclass(optim_cls, Optimizer)):
             raise TypeError(
                 f"optim_cls must be an optimizer class, such as torch.optim.SGD, got {optim_cls!r}."
-                " Around an optimizer that is made already, write AdaScale(optimizer)."
+                " For an existing optimizer, write AdaScale(optimizer)."
             )
         names = RuleOptions.__annotations__.keys() & additional_optim_args.keys()
         options = {name: additional_optim_args.pop(name) for name in names}
@@ -178,13 +178,13 @@ class AdaScaleWrapper(AdaScale):
 
 
 class AdamScale(AdaScale):
-    """AdaScale for Adam, AdamW and RMSprop: the square root of the gain of *their* gradients.
+    """AdaScale for Adam, AdamW and RMSprop: the square root of the preconditioned gradient's gain.
 
         gain = (sqr + var) / (sqr + var / scale)
         factor = gain ** 0.5
 
-    From the optimizer's fifth step on, gradients are measured as the optimizer uses them: divided
-    by the root of their running mean square.
+    From the optimizer's fifth step on, each gradient is divided by the root of the running mean
+    square before the norm is measured, as in the optimizer's update.
 
     The gain is AdaScale's (arXiv:2007.05105). The measurement of divided gradients is from A. Qiao
     et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
@@ -194,11 +194,11 @@ class AdamScale(AdaScale):
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = mh.AdamScale(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    To use another power of the gain than 0.5, override `scale_lr` and pass it `power`.
+    For a power other than 0.5, override `scale_lr` and pass `power`.
 
     Args:
-        second_moment_floor: second moments below this fraction of their tensor's mean are raised
-            to it. 0 means no floor, as in adaptdl, and is the default in `AdaptiveDataParallel`.
+        second_moment_floor: smaller second moments are raised to this fraction of their tensor's
+            mean. 0 disables the floor, as in adaptdl and by default in `AdaptiveDataParallel`.
     """
 
     _norm_kind = "preconditioned"
@@ -218,10 +218,9 @@ class AdamScale(AdaScale):
         return {"second_moment_floor": Option(1e-3, self._second_moment_floor, check=check)}
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
-        """Return the norm of gradients as this Adam uses them, with the floor of the options."""
         core = self._core
         floor = core.options["second_moment_floor"]
-        if core.batch.loop.counts:  # in AdaptiveDataParallel adaptdl's default holds
+        if core.batch.loop.counts:  # AdaptiveDataParallel has adaptdl's default
             floor = replace(floor, default=0.0)
             core.options["second_moment_floor"] = floor
         return PreconditionedNorm(optimizer, floor.number)
@@ -246,7 +245,7 @@ class LinearScale(ScalingRuleBase):
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = mh.LinearScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=8)
-    >>> optimizer.scale_lr(8.0)  # the factor of the learning rate
+    >>> optimizer.scale_lr(8.0)
     8.0
     """
 
@@ -262,8 +261,8 @@ class SqrtScale(ScalingRuleBase):
     A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
     arXiv:1404.5997.
 
-    With `rescale_adam=True`, Adam, AdamW or RMSprop follows the same stochastic differential
-    equation at the larger batch:
+    With `rescale_adam=True`, Adam, AdamW or RMSprop follows the small batch's stochastic
+    differential equation at the larger batch:
 
         beta = 1 - scale * (1 - beta)
         eps = eps / sqrt(scale)
@@ -299,10 +298,13 @@ class SqrtScale(ScalingRuleBase):
         return math.sqrt(scale)
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
-        """Return the plain norm; raise if `rescale_adam` was asked of an optimizer unlike Adam."""
-        # Adam and AdamW have betas, RMSprop has alpha; any subclass with either will do.
+        """Return the plain norm; raise if `rescale_adam` does not suit the optimizer."""
+        # Adam and AdamW have betas, RMSprop has alpha. Subclasses with either are accepted.
         if self._rescales_adam() and not {"betas", "alpha"} & set(optimizer.defaults):
-            raise TypeError(f"rescale_adam=True is not for {type(optimizer).__name__}.")
+            raise TypeError(
+                "rescale_adam=True requires an optimizer with betas or alpha, such as Adam or "
+                f"RMSprop, got {type(optimizer).__name__}."
+            )
         return super()._make_norm(optimizer)
 
     def _check_optimizer_supports(self, scale: float) -> None:
@@ -313,7 +315,7 @@ class SqrtScale(ScalingRuleBase):
         return {**super()._overrides(group, factor), **self._rescale_group(group, self.scale)}
 
     def _rescale_group(self, group: ParamGroup, scale: float) -> Mapping[str, object]:
-        """Return the group's epsilon and betas (or alpha) for this scale; empty if unchanged."""
+        """Return the group's rescaled epsilon and betas (or alpha); empty if unchanged."""
         if not self._rescales_adam() or scale == 1.0:
             return {}
         eps = group["eps"] / math.sqrt(scale)
@@ -323,7 +325,7 @@ class SqrtScale(ScalingRuleBase):
 
 
 class LEGWScale(ScalingRuleBase):
-    """sqrt(scale), warmed up over `scale` times the baseline's epochs.
+    """Multiply the learning rate by sqrt(scale), after a warm-up of `scale` times the epochs.
 
         warmup_steps = scale * base_warmup_epochs * data_size / batch_size
         factor = sqrt(scale) * min(1, progress / warmup_steps)
@@ -332,11 +334,12 @@ class LEGWScale(ScalingRuleBase):
 
     Args:
         base_warmup_epochs: the baseline's warm-up.
-        data_size: samples in an epoch.
-        optimizer: the optimizer to wrap now; this requires `batch_size`.
-        batch_size: the baseline's batch size. In `AdaptiveDataParallel` the first step can tell
-            it: the leading dimension of the model's first input, averaged over the workers, times
-            workers and passes, over the scale. It is saved with the state, and `repr` shows it.
+        data_size: samples per epoch.
+        optimizer: optimizer to wrap. It requires `batch_size`.
+        batch_size: the baseline's batch size. In `AdaptiveDataParallel` the default is determined
+            in the first step: the leading dimension of the model's first input, averaged over
+            the workers, times workers and passes, divided by the scale. The result is saved with
+            the state and shown by `repr`.
 
     `ScalingRuleBase` documents the other arguments.
 
@@ -362,8 +365,7 @@ class LEGWScale(ScalingRuleBase):
         super().__init__(optimizer, **options)
 
     def _extra_options(self) -> Options:
-        """Return the numbers that the length of the warm-up depends on."""
-        # (It is a mistake that is easily made: the optimizer is the third argument.)
+        # The optimizer is the third argument, which is easy to miss.
         why = "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
         return {
             name: Option(None, value, check=partial(real, name, least=least, why=why))
@@ -377,25 +379,25 @@ class LEGWScale(ScalingRuleBase):
     def _check_optimizer_supports(self, scale: float) -> None:
         batch_size = self._core.options["batch_size"].value
         if batch_size is None and not hasattr(self.adp, "leading_dimension"):
-            raise ValueError("LEGWScale needs the baseline's batch size: batch_size=...")
+            raise ValueError("LEGWScale requires the baseline's batch size: pass batch_size=...")
 
     @property
     def batch_size(self) -> float:
-        """The baseline's batch size: an argument, or determined once by the first step."""
+        """The baseline's batch size: the argument, or the value found in the first step."""
         known = self._core.options["batch_size"].value
         if known is None:
-            raise RuntimeError("batch_size is not known before the first step: batch_size=...")
+            raise RuntimeError("batch_size is unknown before the first step: pass batch_size=...")
         return float(known)
 
     def _before_factors(self, skipped: bool) -> None:
-        """Find the baseline's batch size in the first step, if it was no argument."""
+        """Determine the baseline's batch size in the first step, unless it was an argument."""
         core = self._core
         batch_size = core.options["batch_size"]
         if batch_size.value is not None:
             return
         known = [report.micro_batch for report in core.reports if report.micro_batch]
         if not known:
-            raise RuntimeError("no tensor came into the model, so pass LEGWScale batch_size=...")
+            raise RuntimeError("the model received no tensor: pass batch_size=... to LEGWScale.")
         micro_batch = sum(known) / len(known)
         small_batch = micro_batch * core.batch.workers * self.passes / self.scale
         core.options["batch_size"] = replace(batch_size, recorded=small_batch)
@@ -406,7 +408,6 @@ class LEGWScale(ScalingRuleBase):
         )
 
     def _settings(self) -> dict[str, object]:
-        """Return what `repr` shows: the warm-up's numbers, then those of every rule."""
         known = self._core.options["batch_size"].value
         return {
             "base_warmup_epochs": self._warmup_epochs,

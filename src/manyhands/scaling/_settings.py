@@ -1,14 +1,12 @@
-"""Define options that change the numbers, and the loop that decides about passes.
+"""Define options of rules, and the protocol `Accumulation`.
 
-A setting belongs to the run, and therefore to its state dict. Its value comes from the
-first of these places that has one:
+An option belongs to the run and is saved in the state dict. The value comes from the first of:
 
     explicit   set by the user in this process
-    recorded   loaded from a state dict, or worked out by the run itself
-    default    used if neither of the two exists
+    recorded   loaded from a state dict, or determined by the run
+    default
 
-An `Option` is one such number. What describes this process and its loop (passes, the process group,
-the gradient scaler) is never taken from a state dict.
+Properties of the process or the loop (passes, process group, gradient scaler) are never loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ PER_STEP = "It is the number of backward() calls between two step() calls."
 
 
 class RuleOptions(TypedDict, total=False):
-    """The options that every rule accepts by name; `ScalingRuleBase` documents them."""
+    """Options that every rule accepts by name; see `ScalingRuleBase`."""
 
     world_size: int | None
     scale: float | None
@@ -51,7 +49,7 @@ class RuleOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Option:
-    """An option that changes the numbers. `check` raises if a value makes no sense."""
+    """A saved option that affects the results. `check` raises for invalid values."""
 
     default: float | None
     explicit: float | None = None
@@ -59,7 +57,7 @@ class Option:
     check: Callable[[float], object] = lambda value: None
 
     def __post_init__(self) -> None:
-        """Check the values, also in `dataclasses.replace`: a damaged state dict is caught here."""
+        """Check the values. `dataclasses.replace` calls this too, for values of a state dict."""
         for value in (self.explicit, self.recorded):
             if value is not None:
                 self.check(value)
@@ -71,7 +69,6 @@ class Option:
 
     @property
     def number(self) -> float:
-        """The value of an option that has a default."""
         number = self.value
         assert number is not None
         return number
@@ -79,7 +76,7 @@ class Option:
 
 @dataclass(frozen=True)
 class OptionMismatch:
-    """An option that has one value in this run and another in the state dict."""
+    """An option with different values in this run and in a state dict."""
 
     name: str
     here: float | None
@@ -93,26 +90,25 @@ Options = dict[str, Option]
 
 
 def save_options(options: Options) -> dict[str, float | None]:
-    """Return the options for a state dict; None for options that were never set."""
-    # A default is not saved: the next run then has its own default, and no false mismatch.
+    """Return the options for a state dict; None for unset options."""
+    # Defaults are not saved: the next run uses the current default with no mismatch warning.
     return {name: o.recorded if o.explicit is None else o.explicit for name, o in options.items()}
 
 
 def load_options(options: Options, state: SavedState) -> tuple[Options, list[OptionMismatch]]:
-    """Return the options with those of a state dict, and where explicit values differ from it."""
+    """Return the options updated from a state dict, and mismatches with explicit values."""
     loaded = {}
     mismatches = []
     for name, option in options.items():
         now = replace(option, recorded=state.get(name))
         loaded[name] = now
-        saved = replace(now, explicit=None).value  # if nothing were set in this run
+        saved = replace(now, explicit=None).value  # as without the explicit value
         if now.explicit is not None and saved is not None and now.value != saved:
             mismatches.append(OptionMismatch(name, now.value, saved))
     return loaded, mismatches
 
 
 def describe_mismatches(mismatches: list[OptionMismatch], rule: str) -> str:
-    """Return the text of the warning about mismatches."""
     listed = "; ".join(map(str, mismatches))
     return f"{rule} uses options that differ from the state dict's: {listed}."
 
@@ -122,7 +118,7 @@ def describe_mismatches(mismatches: list[OptionMismatch], rule: str) -> str:
 
 @runtime_checkable
 class Accumulation(Protocol):
-    """A loop that decides how many backward passes a step has, such as a trainer's.
+    """A loop that chooses the number of backward passes per step, such as a trainer's.
 
     >>> import torch, manyhands as mh
     >>> class Loop:
@@ -139,22 +135,22 @@ class Accumulation(Protocol):
     >>> optimizer.scale
     3.0
 
-    A rule reads `gradient_accumulation_steps` at the beginning of each step, and `sync_gradients`
-    at the end of each backward pass. Both must be the same on all ranks.
+    A rule reads `gradient_accumulation_steps` at the beginning of each step and `sync_gradients`
+    at the end of each backward pass. All ranks must have equal values.
     """
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Passes of a whole step, by which the loss of each pass is divided."""
+        """Passes of a full step. Each pass's loss is divided by this number."""
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the pass under way is its step's last."""
+        """Whether the current pass is the last of the step."""
 
 
 # -- values ----------------------------------------------------------------------------------------
 
 
 def check_smoothing(smoothing: float) -> float:
-    """Return the weight of the past, or raise if no average can be made with it."""
+    """Return the weight of the past, or raise if it is not in [0, 1)."""
     return real("smoothing", smoothing, least=0.0, below=1.0, why="It is the weight of the past.")

@@ -1,31 +1,25 @@
-"""Measure a step: its passes, their norms, and who divides its gradient.
+"""Measure a step: passes, norms, and the divisor of the gradient.
 
-`Batch` says how many passes a step has, and how large the whole batch is. `Measurement` is told
-when backward passes begin and end (`_tensors/backward.py`). It adds each pass's squared norms
-(`_hooks.py`) to the `Step` under way. After the step's last pass, when the gradients have been
-averaged, |G|^2 is taken once (`_mean_gradient.py`), and everything is sent in one small collective
-(`_payload.py`). What comes back is read by whoever steps: a rule or a `NoiseScale`.
+`Batch` stores the number of passes and the size of the batch. `Measurement` adds the squared norms
+of each backward pass (`_hooks.py`) to the current `Step`. After the last pass, when gradients have
+been averaged, it computes |G|^2 (`_mean_gradient.py`) and sends all numbers in a small collective
+(`_payload.py`). A rule or `NoiseScale` reads the result.
 
-Tensors held, and when
-    hooks.norms      |g| by parameter, of the pass under way
-    step.squares     sum of |g_i|^2 per group, over the passes of this step so far
-    step.sent        the step's numbers, from its last pass until `clear`
-    previous.grads   the gradient of the last step, if consecutive ones are compared
+Memory
+    hooks.norms      |g| by parameter, for the current pass
+    step.squares     sum of |g_i|^2 per group, over the completed passes of the step
+    step.sent        the step's numbers, from the last pass until `clear`
+    previous.grads   the gradient of the previous step, if consecutive gradients are compared
 
-**Passes.** A step has passes, and one of them is its last. A `Loop` knows which:
+**Last pass.** A `Loop` determines which pass is the last of a step:
 
-    Loop             the pass of a declared number: the user's, a `Ramp`'s, or an adapter's
-    CountingLoop     the first pass that a data-parallel module averages, outside of `no_sync()`
-    FollowingLoop    the pass of which an `Accumulation` says so: a trainer, while it runs
+    Loop             the declared number of passes is reached (user, `Ramp`, adapter)
+    CountingLoop     the data-parallel module averages this pass, which is outside `no_sync()`
+    FollowingLoop    an `Accumulation`, such as a trainer's loop, declares the pass as the last
 
-Trainers take the last step of an epoch with the passes that are left:
-
-    N     passes of a whole step; trainers divide every pass's loss by it
-    m     passes of a short step, m < N; its gradient is then m / N times the mean of m passes
-
-**Who divides the gradient, and by what?** The gradient of a step is to be the mean over its N
-passes. Either the user divides each loss, or the gradient after the last pass, or it is divided
-here. A short step of m < N passes, whose losses were divided by N, has m / N of their mean: it is
+**Divisor.** A step's gradient is the mean over N passes. The user divides each loss or, after the
+last pass, the gradient; with a `CountingLoop`, `Measurement` divides the gradient. Trainers end an
+epoch with a short step of m < N passes, and still divide each loss by N. The gradient is then
 multiplied by N / m.
 """
 
@@ -87,49 +81,46 @@ from manyhands.scaling._settings import (
 
 NO_REPORT = RankReport()
 
-# -- who knows the passes --------------------------------------------------------------------------
+# -- passes ----------------------------------------------------------------------------------------
 
 
 class Averager(Protocol):
-    """A data-parallel module that averages the gradients of some passes."""
+    """A data-parallel module that averages the gradients of selected passes."""
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether it averages those of the next one."""
+        """Whether the module averages the next pass."""
 
 
 class Loop:
-    """Who knows how many passes a step has, and which is its last: here, a declared number."""
+    """The source of the number of passes per step: here, a declared number."""
 
-    counts = False  # whether the number is known only after the last pass
-    decides = False  # whether a loop sets the number, and may end a step before it
-    module: Averager | None = None  # whose averaged passes are counted
-    # What an adapter has said of the pass under way: is it the last? None: nothing. If it says so,
-    # its loop calls `step()` and `zero_grad()` in every pass.
-    said: bool | None = None
+    counts = False  # whether the number is unknown until the last pass
+    decides = False  # whether a training loop sets the number, and may end a step earlier
+    module: Averager | None = None  # counts its passes
+    # An adapter's statement whether the current pass is the last; its loop then calls `step()` and
+    # `zero_grad()` after every pass.
+    declared_last: bool | None = None
 
     def passes(self) -> int | None:
-        """Return the passes of the step that begins; None: those that were declared."""
         return None
 
     def is_last(self) -> bool | None:
-        """Return whether the pass that ends is the last; None: if it has the declared number."""
-        return self.said
+        return self.declared_last
 
     @property
     def in_mid_step(self) -> bool:
-        """Whether a loop that calls `step()` in every pass says that its step goes on."""
-        return self.said is False
+        return self.declared_last is False
 
 
 class CountingLoop(Loop):
-    """Passes are counted until the module averages one. Their sum is divided here."""
+    """Count passes until the module averages. `Measurement` divides their sum."""
 
     counts = True
 
     def __init__(self, module: Averager) -> None:
         if not hasattr(module, "require_backward_grad_sync"):
-            why = "does not say which passes it averages: use AdaptiveDataParallel."
+            why = "has no require_backward_grad_sync: use AdaptiveDataParallel."
             raise TypeError(f"{type(module).__name__} {why}")
         self.module: Averager = module
 
@@ -138,7 +129,7 @@ class CountingLoop(Loop):
 
 
 class FollowingLoop(Loop):
-    """The passes are those of an `Accumulation`. Some loops call `step()` in every pass."""
+    """Follow an `Accumulation`. With `in_every_pass`, its loop calls `step()` after every pass."""
 
     decides = True
 
@@ -158,10 +149,9 @@ class FollowingLoop(Loop):
 
 
 def prepared_loop(prepared: PreparedOptimizer, declared: int) -> FollowingLoop | None:
-    """Return the loop of a prepared optimizer, or None if it does not decide about passes.
+    """Return the loop of a prepared optimizer, or None if the declared number applies.
 
-    If it does not accumulate, and a number of passes was declared, the user's loop accumulates by
-    itself. The declared number counts then.
+    The declared number applies if the trainer does not accumulate.
     """
     passes = prepared.loop.gradient_accumulation_steps
     if declared not in (1, passes):
@@ -169,13 +159,12 @@ def prepared_loop(prepared: PreparedOptimizer, declared: int) -> FollowingLoop |
             return None
         raise ValueError(
             f"{PASSES}={declared}, but the trainer's loop accumulates {passes} passes. "
-            "Leave the argument out."
+            "Omit the argument."
         )
     return FollowingLoop(prepared.loop, in_every_pass=True)
 
 
 def passes_and_loop(passes: SupportsIndex | Accumulation) -> tuple[int, Loop]:
-    """Return how many passes a step has at present, and who knows it."""
     if isinstance(passes, Accumulation):
         return passes.gradient_accumulation_steps, FollowingLoop(passes)
     return whole(PASSES, passes, least=1, why=PER_STEP), Loop()
@@ -186,34 +175,27 @@ def passes_and_loop(passes: SupportsIndex | Accumulation) -> tuple[int, Loop]:
 
 @dataclass
 class Batch:
-    """The size of the whole batch: all workers, all passes. The owner of the number of passes.
+    """The size of a batch over all workers and passes. The owner of the number of passes.
 
-    The scale is workers x passes (each micro-batch is a small batch), unless `scale` or
-    `scale_per_pass` is set.
+    The scale is workers x passes, unless `scale` or `scale_per_pass` is set.
 
-    The `loop` knows which pass is a step's last. The user divides: each loss (`loss_is_divided`),
-    or the gradient after the last pass. The default smoothing follows the number of small
-    gradients, as fairscale's does. Or, if the loop counts passes, `Measurement` divides their sum,
-    and the default smoothing follows the scale, as adaptdl's.
-
-    A step may end before all passes have run. `short_step` is what such a short step does: see
-    `SentStep.share`.
+    The default smoothing depends on the number of small gradients, as in fairscale. If the loop
+    counts passes, it depends on the scale, as in adaptdl.
     """
 
     workers: int = 1
-    passes: int = 1  # of a whole step: declared, or counted in the last step
-    short: int | None = None  # passes of the last step, if it had fewer and was counted
+    passes: int = 1  # of a full step: declared, or counted in the last step
+    short: int | None = None
     loop: Loop = field(default_factory=Loop)
     short_step: ShortStep = "error"
     scale: float | None = None
     scale_per_pass: float | None = None
     smoothing: float | None = None
-    memory: float = 1000.0  # how many small batches the averages look back by default
+    memory: float = 1000.0  # default memory of the averages, in small batches
     loss_is_divided: bool = True
-    set_by_user: frozenset[str] = frozenset()  # "scale" and "smoothing", if set in this run
+    set_by_user: frozenset[str] = frozenset()  # "scale" or "smoothing", if set in this run
 
     def scale_for(self, passes: int) -> float:
-        """Return the scale of a batch with this number of passes."""
         if self.scale is not None:
             if self.loop.counts:
                 return self.scale
@@ -223,21 +205,17 @@ class Batch:
         return float(self.workers * passes)
 
     def begin_step(self) -> None:
-        """Begin a step, before its first pass; it has as many passes as the loop says now."""
         self.set_passes(self.loop.passes() or self.passes)
 
     def set_passes(self, passes: int) -> None:
-        """Set the number of passes of whole steps from now on."""
         self.passes = passes
         self.short = None
 
     @property
     def passes_divided_by_user(self) -> bool:
-        """Whether the loss of each pass is divided by the number of passes."""
         return self.loss_is_divided and not self.loop.counts
 
     def smoothing_for(self, scale: float) -> float:
-        """Return the weight of the past when a batch of this scale is added to the averages."""
         if self.smoothing is not None:
             return self.smoothing
         if self.loop.counts:
@@ -245,13 +223,11 @@ class Batch:
         return max(1.0 - self.workers * (self.short or self.passes) / self.memory, 0.0)
 
     def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
-        """Set the scale of the whole batch or of one pass, as the user asked."""
         self.scale = scale
         self.scale_per_pass = per_pass
         self.set_by_user |= {"scale"}
 
     def set_smoothing(self, smoothing: float | None) -> None:
-        """Set the smoothing as the user asked; None restores the default."""
         if smoothing is None:
             self.smoothing = None
             self.set_by_user -= {"smoothing"}
@@ -260,7 +236,6 @@ class Batch:
             self.set_by_user |= {"smoothing"}
 
     def to_state(self) -> dict[str, float | None]:
-        """Return the numbers for a state dict."""
         return {
             "scale": self.scale,
             "scale_per_pass": self.scale_per_pass,
@@ -270,9 +245,9 @@ class Batch:
         }
 
     def parse_state(self, state: SavedEntries) -> tuple[Batch, list[OptionMismatch]]:
-        """Return this run's batch with the saved settings, and where the two runs disagree.
+        """Return this run's batch with the saved settings, and mismatches with explicit settings.
 
-        Workers and passes are this run's. A saved scale keeps its proportion to workers x passes.
+        A saved scale is multiplied by the change of workers x passes.
         """
         saved_passes = state.whole("passes", 1)
         passes = self.passes
@@ -295,7 +270,7 @@ class Batch:
             loaded.scale = self.scale
             loaded.scale_per_pass = self.scale_per_pass
         if "smoothing" in self.set_by_user:
-            # the default smoothing may depend on the scale: compare both at the final scale
+            # The default smoothing may depend on the scale, so compare at the final scale.
             scale = loaded.scale_for(passes)
             mismatches.append(
                 OptionMismatch("smoothing", ours.smoothing_for(scale), loaded.smoothing_for(scale))
@@ -304,24 +279,22 @@ class Batch:
         return loaded, [each for each in mismatches if each.here != each.in_state_dict]
 
     def check_divided(self) -> None:
-        """Raise if the gradient of a short step could not be made the mean of its passes."""
         if self.short_step == "count" and not self.loss_is_divided:
-            raise ValueError("short_step='count' needs losses that are divided by the passes.")
+            raise ValueError("short_step='count' requires losses divided by the passes.")
 
     def describe_short(self, passes: int, but: str = "") -> str:
-        """Return the error message for a step of fewer passes, and how a loop declares one."""
         call = f"call set_num_gradients_to_accumulate({passes}) on every worker"
         if self.loop.decides:
-            call = f"let the loop's gradient_accumulation_steps be {passes}"
+            call = f"set the loop's gradient_accumulation_steps to {passes}"
         return (
             f"step() after {passes} of {self.passes} backward passes{but}. Before the first pass "
             f"of a shorter step, {call}, and divide its losses by {passes}. (short_step='count' is "
-            f"for loops that divide every loss by {self.passes}, and change no gradient before "
-            "step().)"
+            f"for loops that divide every loss by {self.passes} and do not modify the gradient "
+            "before step().)"
         )
 
     def load_state(self, loaded: Batch) -> None:
-        """Become `loaded`, in place: rule and measurement hold this object."""
+        """Copy the fields of `loaded`, because other objects refer to this batch."""
         self.passes = loaded.passes
         self.short = loaded.short
         self.scale = loaded.scale
@@ -331,39 +304,37 @@ class Batch:
 
 @dataclass(frozen=True)
 class PassWeight:
-    """The weight of a pass's gradient if micro-batches differ in size (`_weighted_mean.py`)."""
+    """The weight of a pass, for micro-batches of different sizes (`_weighted_mean.py`)."""
 
-    squares: float  # its squared norm counts so many times
-    small_batches: int  # of the whole step, on all ranks: those that are not empty
-    passes: int  # that this rank's step is to have
+    squares: float  # factor of the squared norm
+    small_batches: int  # micro-batches with tokens in this step, on all ranks
+    passes: int  # of this rank's step
 
 
 @dataclass
 class Step:
-    """What is known of the step whose backward passes are under way."""
+    """The measurements of the current step."""
 
-    passes: int = 0  # seen so far; `Batch.passes` is how many the step has
-    too_many: bool = False  # whether the last pass was one more than that, and is not counted
-    complete: bool = False  # whether the last pass is over
-    sent: SentStep | None = None  # once it is complete
-    problem: str | None = None  # an error message, for the `step` that would use these gradients
+    passes: int = 0  # completed; `Batch.passes` is the expected number
+    too_many: bool = False  # whether the last pass exceeded that number and was not counted
+    complete: bool = False
+    sent: SentStep | None = None
+    problem: str | None = None  # an error message for `step`
     norms: Mapping[int, Norm] = field(default_factory=dict)  # of the last pass, in `complete`
     squares: Tensor | None = None
-    valid: bool = True  # False if a gradient was seen only in part
-    last_gradient: GradientVersion | None = None  # of one parameter, after the last pass
-    last_norm: Tensor | None = None  # of one gradient, where its version does not tell enough
-    divided_by: float = 1  # what the gradient was divided by here
-    small_batches: int | None = None  # on all ranks; None: one in each pass of each rank
-    announced: int | None = None  # the passes that a WeightedMean was made for
+    valid: bool = True  # False if a gradient was measured incompletely
+    last_gradient: GradientVersion | None = None  # of some parameter, after the last pass
+    last_norm: Tensor | None = None  # of a gradient, where the version is not sufficient
+    divided_by: float = 1  # divisor that `Measurement` has applied to the gradient
+    small_batches: int | None = None
+    announced: int | None = None  # passes according to a WeightedMean
 
     @property
     def gradient_untouched(self) -> bool:
-        """Whether nobody has changed the gradients since the last backward pass."""
         return self.last_gradient is not None and self.last_gradient.unchanged
 
     @property
     def lacks_last_pass(self) -> bool:
-        """Whether passes were measured and the last one is still to come."""
         return self.passes > 0 and not self.complete
 
 
@@ -372,24 +343,19 @@ class Step:
 
 @dataclass(frozen=True)
 class MeasurementState:
-    """The measurement's part of a state dict, parsed."""
-
-    previous: dict[int, Tensor]  # the last step's gradient, by parameter
-    norms: list[list[float]]  # of the norm kind: see `PlainNorm.to_state`
+    previous: dict[int, Tensor]  # the previous step's gradient, by parameter
+    norms: list[list[float]]
     schedule: MeasuredSteps = field(default_factory=MeasuredSteps)
 
 
 class Measurement:
-    """Turns the gradients of each step's backward passes into one `SentStep`.
+    """Turn the gradients of each step's backward passes into a `SentStep`.
 
-    `batch` says how many passes a step has, `loss_scale` what gradients are multiplied by. In a
-    step that is not measured (`MeasuredSteps`) no norm is taken. The ranks still exchange their
-    reports.
+    In an unmeasured step (see `MeasuredSteps`), ranks still exchange reports.
 
-    `end_passes` is called with this object after a step's last pass, and is to call `complete`. It
-    is also called after a pass that is one too many: `step.too_many` is set, and the step cannot be
-    used. The function must not refer to this object: in a reference cycle the hooks would measure
-    and send until the next garbage collection.
+    `end_passes` is called with this object after a step's last pass and must call `complete`. It is
+    also called after an excess pass, with `step.too_many` set. The function must not refer to this
+    object: in a reference cycle, hooks would run until the next garbage collection.
     """
 
     def __init__(
@@ -413,18 +379,17 @@ class Measurement:
         self.previous = PreviousGradient(norms)
         self.step = Step()
         self.schedule = MeasuredSteps()
-        self.next_weight: PassWeight | None = None  # of the next pass; None: all count the same
+        self.next_weight: PassWeight | None = None
         self._end_passes = end_passes
         self._compare_at_scale_1 = compare_at_scale_1
-        self._changes_gradients = changes_gradients  # of a short step, to be their mean
+        self._changes_gradients = changes_gradients  # whether to correct a short step's gradient
         self._model = model
         self.hooks = GradientHooks(norms, BackwardPasses(self))
-        # the gradient along which the last step was made, until the next pass begins
+        # The gradient of the last step, until the next pass begins.
         self._gradient_at_step: GradientVersion | None = None
         self.hook(param_groups)
 
     def hook(self, param_groups: Sequence[ParamGroup]) -> None:
-        """Measure these parameters from now on: at the start, and when a group was added."""
         self._params = params_of(param_groups)
         self._mean = MeanGradient(
             param_groups,
@@ -440,25 +405,23 @@ class Measurement:
         self.clear()
 
     def measures(self, param_groups: Sequence[ParamGroup]) -> bool:
-        """Return whether these are the parameters that are measured."""
         pairs = zip(params_of(param_groups), self._params, strict=False)
         return all(a is b for a, b in pairs)
 
     # -- from pass to pass -------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """React to a backward pass's first gradient, before it is added to any `.grad`."""
         if self.in_one_sample and self.hooks.partial_sums:
-            return  # a further pass over the same samples
+            return  # another pass over the same samples
         if self._gradients_cleared():
             self._start_over()
-        # Now, and not after the pass: DDP's collectives are part of it, and in them the other
-        # ranks may be waiting for a pass that this rank will not run.
+        # Before the pass: other ranks may wait in its DDP collectives for a pass that this rank
+        # will not run.
         self.exchange.check_announcements(patience=0.0 if self.step.passes else PATIENCE)
         if self.step.passes == 0:
             self._begin_step()
         self.hooks.reset()
-        if self.step.divided_by != 1:  # what looked like the last pass was not: undo the division
+        if self.step.divided_by != 1:  # the previous pass was not the last: undo the division
             self.multiply(self.step.divided_by)
             self.step.divided_by = 1
         if self.step.passes == 0 and self._gradient_at_step is not None:
@@ -466,38 +429,35 @@ class Measurement:
             self._gradient_at_step = None
             not_cleared = at_step.grad is not None and at_step.unchanged
             if not_cleared and self._unsharded:
-                # foreach operations on DTensors do not change their version
+                # Foreach operations on DTensors do not change the version.
                 not_cleared = any_values(self._params)
             if not_cleared:
                 self.step.problem = (
-                    "the gradients of the step before were not cleared, and this step's were "
+                    "the gradients of the previous step were not cleared, and this step's were "
                     "added to them. Call zero_grad() after every step()."
                 )
 
     def _begin_step(self) -> None:
-        """Find out how many passes this step will have, and choose what it measures."""
-        # The result is the same on every rank, also on a rank without a pass.
+        # All ranks obtain the same result, even if a rank has no pass.
         self.batch.begin_step()
         self.hooks.idle = not self.schedule.due
 
     def end_pass(self) -> None:
-        """React to the end of a backward pass; DDP has averaged the gradients if it was to."""
-        # asked now, because the caller may leave `no_sync()` before the sample is complete
+        """Handle the end of a backward pass, after DDP."""
+        # Ask now: the user may leave `no_sync()` before the sample is complete.
         self._is_last = self.batch.loop.is_last()
         if not self.in_one_sample:
             self._close_pass()
 
     @property
     def in_one_sample(self) -> bool:
-        """Whether all backward passes are of the same samples at present."""
         return self.hooks.sums_gradients
 
     @contextmanager
     def one_sample(self) -> Iterator[None]:
-        """Treat the backward passes inside as one pass over one micro-batch."""
         hooks = self.hooks
         if self.in_one_sample:
-            raise RuntimeError("one_sample() is open already; leave it before entering it again.")
+            raise RuntimeError("one_sample() is already open; leave the block before the next.")
         hooks.sums_gradients = True
         passes_before = hooks.passes.count
         try:
@@ -511,7 +471,6 @@ class Measurement:
             self._close_pass()
 
     def _close_pass(self) -> None:
-        """Add the pass's squared norms to the step's; if it was the last, say so."""
         step = self.step
         batch = self.batch
         hooks = self.hooks
@@ -535,9 +494,9 @@ class Measurement:
         if is_last:
             self._end_passes(self)
             if self._changes_gradients and batch.loop.decides:
-                self._apply_short()  # now, before anybody clips the gradient
+                self._apply_short()  # now, before the user clips the gradient
         if not hooks.idle and (batch.loop.counts or step.passes < batch.passes):
-            # Counted passes may go on after one that was averaged, so their sum is always kept.
+            # A counted step can continue after an averaged pass, so always store the sum.
             squares = self._mean.squares_per_group(step.norms)
             if step.squares is not None:
                 squares = step.squares + squares
@@ -554,7 +513,7 @@ class Measurement:
     def complete(self, report: RankReport = NO_REPORT) -> SentStep:
         """Measure the mean gradient and send the step's numbers to the other ranks.
 
-        `report` has what this rank says beside what is known here.
+        `report` contains additional numbers of this rank.
         """
         step = self.step
         batch = self.batch
@@ -581,7 +540,7 @@ class Measurement:
             local,
             claims,
             short_allowed=batch.short_step == "count",
-            # else a rank may have seen fewer, if a loss of its used none of the parameters
+            # Otherwise a rank may have fewer passes, if a loss used none of the parameters.
             same_passes=batch.short_step == "count" and batch.loop.decides,
         )
         step.sent.anomaly = self._find_anomaly()
@@ -592,7 +551,6 @@ class Measurement:
         return step.sent
 
     def _facts(self, passes: int) -> StepFacts:
-        """Return what has to be undone in the norms: who divided by the passes, the loss scale."""
         step = self.step
         batch = self.batch
         loss_scale = self.loss_scale.in_backward()
@@ -608,21 +566,20 @@ class Measurement:
                 (1 / (mean_multiplied_by * loss_scale)) ** 2,
             )
         if not step.valid:
-            corrections = (math.nan, math.nan)  # `History` leaves out what is not finite
+            corrections = (math.nan, math.nan)  # `History` skips non-finite steps
         small_batches: float | None = step.small_batches
         if small_batches is not None and 0 < step.passes < passes:
-            small_batches *= passes / step.passes  # `SentStep.read` takes a short step's share
+            small_batches *= passes / step.passes  # `SentStep.read` multiplies by the share
         return StepFacts(
             passes, batch.scale_for(passes), loss_scale, corrections, step.valid, small_batches
         )
 
     def complete_early(self, optimizer: Optimizer | None) -> SentStep:
-        """Complete a step of which this rank has not seen all passes, with `end_passes`.
+        """Call `end_passes` for a step with missing passes on this rank.
 
-        The other ranks may be waiting for these numbers. If the losses of this rank used none of
-        the parameters, and DDP gave it the other ranks' gradients, zero is the right number.
+        If no loss of this rank used the parameters, the step is valid: DDP averaged with zeros.
         """
-        # an OSS takes part in averaging the gradients of passes that this rank did not run
+        # OSS may have to average gradients of passes that this rank did not run.
         if optimizer is not None:
             for layer in unwrap(optimizer, every_layer=True):
                 if hasattr(type(layer), "join_in"):
@@ -633,30 +590,29 @@ class Measurement:
         return self.step.sent
 
     def describe_excess(self) -> str:
-        """Return the error message for a pass that is one too many."""
         passes = self.batch.passes
         return (
             f"this is backward pass {passes + 1} since the last step(), and {PASSES}={passes}. If "
-            "no step follows the passes before it, call zero_grad(); run several losses of the "
+            "no step follows the earlier passes, call zero_grad(). Run several losses of the "
             "same samples inside `with ....one_sample():`."
         )
 
     def _find_unaveraged(self) -> str | None:
-        """Return an error message if this rank knows by itself that gradients were not averaged."""
+        """Return an error message if this rank alone can tell that gradients were not averaged."""
         step = self.step
         hooks = self.hooks
         if self._unsharded:
             return find_unaveraged_gradients(self._params, self._unsharded, hooks.norms)
-        # In a measured step the ranks compare their gradients.
+        # In a measured step, the ranks compare their gradients.
         if hooks.idle and step.passes and self.ranks.size > 1 and self._parallel.in_no_sync:
             return f"{NOT_AVERAGED}."
         return None
 
     def _find_anomaly(self) -> GradientAnomaly | None:
-        """Return what is odd about this rank's gradients, if DDP should have averaged them."""
+        """Return an anomaly of this rank's gradients, if DDP should have averaged."""
         step = self.step
         hooks = self.hooks
-        # In a group of our own, only a rank that has not sent can delay the numbers.
+        # In a separate group, only a rank that sends late can cause a delay.
         if self.ranks.size == 1 or not self.ranks.own_group or self._unsharded:
             return None
         anomaly = partial(GradientAnomaly, self.ranks.rank, self._params)
@@ -676,21 +632,18 @@ class Measurement:
     # -- from step to step -------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget what was measured and not used: the gradients were cleared."""
+        """Discard the measurements of gradients that were cleared."""
         self.hooks.passes.forget()
         self._gradient_at_step = None
         if self._unsharded and self.step.lacks_last_pass:
             for param in self._unsharded.values():
-                # Passes without synchronization leave their sum here, where the zero_grad() of
-                # `fully_shard` does not clear it.
+                # Passes without synchronization accumulate here. The zero_grad() of `fully_shard`
+                # does not clear this gradient.
                 param.grad = None
         self._start_over()
 
     def finish_step(self, period: int = 1) -> None:
-        """Prepare for the next step: the optimizer is about to step along these gradients.
-
-        The next measured step is to stand for `period` steps.
-        """
+        """Prepare for the next step. The next measured step represents `period` steps."""
         if self.previous.candidates:
             self.previous.remember()
         last_gradient = self.step.last_gradient
@@ -699,14 +652,13 @@ class Measurement:
         self._gradient_at_step = last_gradient
 
     def _start_over(self) -> None:
-        """Begin an empty step: the one under way was taken, or its gradients were cleared."""
         if self.previous.candidates:
             self.previous.forget()
         self.hooks.reset()
         self.step = Step()
 
     def check_between_steps(self, what: str) -> None:
-        """Raise in the middle of a step, where `what`, a call that changes steps, is impossible."""
+        """Raise in the middle of a step. `what` names the operation in the message."""
         if self.step.lacks_last_pass and not self._gradients_cleared():
             raise RuntimeError(
                 f"{what} in the middle of a step, after {self.step.passes} of its backward passes. "
@@ -714,34 +666,32 @@ class Measurement:
             )
 
     def _gradients_cleared(self) -> bool:
-        """Return whether the gradients of this step's passes have been cleared."""
-        # Values are read only if somebody has touched the gradients.
+        # Values are read only if the gradients have changed.
         last = self.step.last_gradient
         if last is None or last.grad is None or last.unchanged:
             return False
         if last.param.grad is None:
             return True
-        # This needs no collective, even if gradients are sharded. All ranks then come to the same
-        # answer, unless a shard is zero on one rank alone and was changed without being cleared.
+        # No collective is necessary: ranks agree, except if a shard is zero on a single rank and
+        # was changed without being cleared.
         return not any_values(self._params)
 
-    # -- who divides -------------------------------------------------------------------------
+    # -- division ----------------------------------------------------------------------------
 
     def multiply(self, factor: float) -> None:
-        """Multiply every `.grad` in place: to divide it by the passes, or to undo that."""
         with torch.no_grad():
             for param in self._params:
                 if param.grad is not None:
                     local_shard(param.grad).mul_(factor)
 
     def count_short(self) -> None:
-        """Make the gradient the mean of a short step's passes, and the batch their size.
+        """Make the gradient of a short step the mean over the passes, and update the batch.
 
-        Each loss was divided by the passes of a whole step, and so is the gradient's sum.
+        The losses were divided by the passes of a full step.
         """
         step = self.step
         if step.divided_by != 1:
-            return  # it is
+            return  # already done
         before = step.last_norm
         if not step.gradient_untouched or (
             before is not None and not torch.equal(before, self._norm_of_one())
@@ -751,30 +701,27 @@ class Measurement:
         self._apply_short()
 
     def _norm_of_one(self) -> Tensor:
-        """Return the norm of this rank's shard of one gradient."""
-        # Clipping DTensors in one foreach operation does not change their versions.
+        # Clipping DTensors with a foreach operation does not change their versions.
         for param in self._params:
             if param.grad is not None and local_shard(param.grad).numel():
                 return torch.linalg.vector_norm(local_shard(param.grad).detach())
         return torch.zeros(())
 
     def _apply_short(self) -> None:
-        """Do what `count_short` does, without asking whether the gradient was changed before."""
         step = self.step
         batch = self.batch
         if step.passes >= batch.passes or batch.short_step != "count":
-            batch.short = None  # an earlier pass may have looked like the last one
+            batch.short = None  # an earlier pass may have seemed to be the last
             return
         if step.announced not in (None, step.passes):
             raise RuntimeError(
-                f"a WeightedMean of {step.announced} counts, and only {step.passes} backward()"
+                f"a WeightedMean of {step.announced} counts, but only {step.passes} backward()"
             )
         batch.short = step.passes
         self.multiply(batch.passes / step.passes)
         step.divided_by = step.passes / batch.passes
 
     def divide_for_user(self) -> None:
-        """Divide the gradients by the number of passes, if that is left to the user."""
         step = self.step
         batch = self.batch
         if batch.loop.counts or batch.loss_is_divided:
@@ -786,20 +733,19 @@ class Measurement:
         self.multiply(1 / batch.passes)
 
     def check_divided(self) -> None:
-        """Raise if the user was to divide the gradients by the number of passes, and has not."""
+        """Raise if the user has not divided the gradients, with `is_scaled_loss=False`."""
         step = self.step
         batch = self.batch
         left_to_user = not batch.loop.counts and not batch.loss_is_divided and batch.passes > 1
         if left_to_user and step.complete and step.gradient_untouched:
             raise RuntimeError(
-                f"is_scaled_loss=False, and the sum of {batch.passes} passes' gradients has not "
+                f"is_scaled_loss=False, but the sum of {batch.passes} passes' gradients has not "
                 "been divided. Call scale_grad_by_num_grads_to_accum() before step()."
             )
 
     # -- saving and loading ------------------------------------------------------------------
 
     def to_state(self) -> dict[str, object]:
-        """Return the measurement's part of a state dict."""
         return {
             "previous": self.previous.to_state(),
             "norms": self.norms.to_state(),
@@ -807,13 +753,11 @@ class Measurement:
         }
 
     def parse_state(self, entry: SavedEntries) -> MeasurementState:
-        """Return the measurement's part of a state dict, or raise; nothing is changed."""
         norms = entry.rows("norms", self.norms.columns)
         previous = parse_previous(entry, self._params)
         return MeasurementState(previous, norms, MeasuredSteps(*entry.wholes("schedule", 2)))
 
     def load_state(self, state: MeasurementState) -> None:
-        """Continue from a parsed state; measurements under way are dropped."""
         self.clear()
         self.schedule = replace(state.schedule)
         self.norms.load_state(state.norms)

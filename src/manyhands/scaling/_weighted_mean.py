@@ -1,28 +1,24 @@
-"""Average a step's loss over all tokens, if micro-batches have different numbers of tokens.
+"""Average the loss of a step over all tokens, for micro-batches with different token counts.
 
-Micro-batch i has n_i tokens (or samples, or pixels), and the sum of its losses is l_i. The loss of
-the step is
+Micro-batch i has n_i tokens (or samples, or pixels) and the summed loss l_i. The loss of a step is
 
-    sum of l_i / N          N = sum of n_i, over all passes and all ranks
+    sum of l_i / N          N = sum of n_i, over all passes and ranks
 
-and not the mean of the micro-batches' means. After the passes, gradients are averaged over W ranks,
-so `backward()` of pass i starts from l_i W / N. One small collective before the passes finds N.
+instead of the mean of the micro-batch means. Gradients are averaged over W ranks after the passes,
+so `backward()` of pass i starts from l_i W / N. One small collective before the passes computes N.
 
-A scaling rule compares the micro-batches' gradients. There are k micro-batches, and k' of them have
-tokens. With s_i the gradient of l_i, and v the noise of one token,
+A scaling rule compares the gradients of k micro-batches, of which k' have tokens. With s_i the
+gradient of l_i, and v the noise per token,
 
     E |s_i|^2 / n_i = n_i sqr + v          E N |G|^2 = N sqr + v
 
-and the sum of the first over i minus the second is (k' - 1) v, however the tokens are divided. So
-the estimate (`_noise.py`) is right if pass i's squared norm counts N k' / (k^2 n_i) times, and k'
-gradients were compared: the small batch is then the mean micro-batch, of N / k tokens.
+The sum of the first over i, minus the second, is (k' - 1) v for any division of the tokens. So
+the estimate in `_noise.py` is unbiased if the squared norm of pass i is multiplied by
+N k' / (k^2 n_i), and k' gradients are compared. The small batch is then the mean micro-batch, with
+N / k tokens.
 
-Whoever divides a pass's loss or gradient once more, by the passes of a step, is made up for:
-
-    the rule              the gradient, by the passes that it counted (AdaptiveDataParallel)
-    a trainer's loop      each loss, by the passes of a whole step. If a step has fewer, the rule
-                          multiplies its gradient, so that it is divided by those that it had
-    the same, no rule     each loss, by the passes of a whole step
+The weights also compensate for later divisions: by the counted passes (AdaptiveDataParallel), or by
+the passes of a full step (trainers; a rule corrects short steps).
 """
 
 from __future__ import annotations
@@ -41,10 +37,10 @@ from manyhands.scaling._rule_base import rule_of
 
 
 class WeightedMean:
-    """The mean loss of a step whose micro-batches have different numbers of tokens.
+    """The mean loss of a step with different token counts in the micro-batches.
 
-    Make one for each step, on every rank, from the numbers of this rank's micro-batches. Call it
-    with each micro-batch's sum of losses, in the same order:
+    Create an instance for each step, on every rank, from the counts of the local micro-batches.
+    Call it with the summed loss of each micro-batch, in the same order:
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(4, 1)
@@ -57,21 +53,20 @@ class WeightedMean:
     ...     mean(model(x).square().sum()).backward()
     >>> optimizer.step()
 
-    The gradient is the same as if the whole batch were one backward pass. This holds without a
-    wrapper, and under `DistributedDataParallel`, `ShardedDataParallel`, `FullyShardedDataParallel`
-    and `fully_shard`. A rule's statistics take the numbers into account; its small batch is the
-    mean micro-batch. Do not divide the losses by anything else. If a micro-batch has no tokens,
-    call the mean with a sum of zero that depends on the model, so that its backward pass takes
-    place.
+    The gradient equals that of a single backward pass over the full batch. This holds for plain
+    models, `DistributedDataParallel`, `ShardedDataParallel`, `FullyShardedDataParallel`
+    and `fully_shard`. The statistics of a rule account for the counts; the small batch is the mean
+    micro-batch. Do not divide the losses by any other number. For a micro-batch without tokens,
+    pass a zero that depends on the model.
 
-    With several ranks, making a `WeightedMean` takes one small collective.
+    With multiple ranks, the constructor runs a small collective.
 
     Args:
-        counts: how many tokens (or samples) each of this rank's micro-batches of the step has.
-        optimizer: the optimizer of the step. It knows which ranks' gradients are averaged, and a
-            scaling rule in it takes the numbers into account.
-        process_group: the ranks whose gradients are averaged, if no optimizer of ours says so; by
-            default all.
+        counts: number of tokens (or samples) in each local micro-batch of the step.
+        optimizer: the optimizer of the step. It determines the ranks that average gradients. A
+            scaling rule receives the counts.
+        process_group: the ranks that average gradients, if no manyhands optimizer determines them;
+            all by default.
     """
 
     def __init__(
@@ -85,11 +80,11 @@ class WeightedMean:
         if ranks is None:
             ranks = RankGroup.of(process_group)
         mistake = self._prepare(counts, optimizer)
-        # Tokens, micro-batches that have any, passes; and at the end whether there is a mistake.
+        # Tokens, micro-batches with tokens, passes, flag for a mistake.
         with_tokens = sum(number > 0 for number in self._left)
         own = [sum(self._left), float(with_tokens), float(len(self._left)), 0.0]
         if mistake is not None:
-            # A rank with a mistake takes part, too, and says so: the others would wait for it.
+            # A rank with a mistake still takes part, because the other ranks would wait for it.
             own = [0.0, 0.0, 0.0, 1.0]
         rows = [own]
         if ranks.size > 1:
@@ -101,7 +96,7 @@ class WeightedMean:
             raise ValueError(mistake)
         wrong = [rank for rank, row in enumerate(rows) if row[3]]
         if wrong:
-            raise RuntimeError(f"the counts of rank {wrong[0]} are wrong: its error says why.")
+            raise RuntimeError(f"rank {wrong[0]} has invalid counts; its error gives the reason.")
         total, not_empty, passes, _ = map(sum, zip(*rows, strict=True))
         self._finish(optimizer, ranks.size, total, int(not_empty), int(passes))
 
@@ -115,10 +110,10 @@ class WeightedMean:
         total: int,
         not_empty: int,
     ) -> WeightedMean:
-        """Make a mean without a collective, if every rank knows the whole step's numbers.
+        """Create a mean from numbers that every rank knows, with no collective.
 
-        All `ranks` have equally many passes. `not_empty` is how many of all these micro-batches
-        have tokens, and `total` how many tokens they have.
+        All `ranks` have equally many passes. `not_empty` of all micro-batches have tokens, `total`
+        in sum.
         """
         mean = cls.__new__(cls)
         mistake = mean._prepare(counts, optimizer)
@@ -130,7 +125,7 @@ class WeightedMean:
     def _prepare(
         self, counts: Iterable[int | float | Tensor], optimizer: Optimizer | None
     ) -> str | None:
-        """Keep this rank's counts; return what is wrong with them, or None."""
+        """Store this rank's counts; return an error message for invalid counts, or None."""
         self._rule = None if optimizer is None else rule_of(optimizer)
         try:
             numbers = [float(count) for count in counts]
@@ -158,12 +153,12 @@ class WeightedMean:
     def _finish(
         self, optimizer: Optimizer | None, ranks: int, total: float, not_empty: int, passes: int
     ) -> None:
-        """Keep the numbers of the whole step, on all ranks, that each call's weight is made of."""
+        """Store the factors of the weights: this step's numbers over all ranks."""
         self.total = total
-        """The number of tokens in the step, on all ranks."""
+        """Number of tokens in the step, on all ranks."""
         self._not_empty = not_empty
         self._passes = passes
-        # and by what others divide the step, after the mean was taken
+        # `_factor` also compensates for later divisions: by the ranks, and by the passes.
         self._factor = ranks
         rule = self._rule
         prepared = None if optimizer is None else find_prepared(optimizer)
@@ -175,25 +170,25 @@ class WeightedMean:
             self._factor *= int(prepared.loop.gradient_accumulation_steps)
 
     def __call__(self, loss_sum: Tensor) -> Tensor:
-        """Return this micro-batch's part of the mean, for `backward()`."""
+        """Return this micro-batch's contribution to the mean, for `backward()`."""
         count = self.begin_pass()
-        # Without tokens in this micro-batch, or in the whole step, the gradient is zero.
+        # The gradient is zero if this micro-batch or the full step has no tokens.
         if not count:
             return loss_sum * 0.0
         return loss_sum * (self._factor / self.total)
 
     @property
     def passes_left(self) -> int:
-        """How many of this rank's micro-batches are still to come."""
+        """Number of this rank's micro-batches that have not been passed yet."""
         return len(self._left)
 
     def begin_pass(self) -> float:
-        """Return the next micro-batch's count, and pass its weight on to the rule."""
+        """Return the next micro-batch's count, and pass the weight to the rule."""
         if not self._left:
             raise RuntimeError("this WeightedMean was called more often than it has counts.")
         count = self._left.pop()
         if self._rule is not None:
-            # The pass's squared norm is multiplied by it, when the pass is over.
+            # The factor of the squared norm, applied after the pass.
             squares = self.total * self._not_empty / (self._passes**2 * count) if count else 0.0
             self._rule.port.weigh_pass(squares, self._not_empty, self._own_passes)
         return count

@@ -1,6 +1,6 @@
 """Collect facts that ranks must share to shard a model, and wait for all ranks.
 
-`_ranks/agreement.py` compares the facts that are collected here.
+`_ranks/agreement.py` compares the facts.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Facts = dict[str, object]
 
 
 class GroupLike(Protocol):
-    """A process group, or a stand-in for one of a single rank."""
+    """A process group, or a stand-in for a group with a single rank."""
 
     def rank(self) -> int: ...
 
     def size(self) -> int: ...
 
 
-PATIENCE = 120.0  # seconds that a rank waits for a call that all ranks have to make
-SOON = 2.0  # seconds after which it warns that it waits
+PATIENCE = 120.0  # seconds to wait for a call that all ranks must make
+SOON = 2.0  # seconds until the warning about such a wait
 ADVICE = "Build the same model and optimizer on every rank."
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""Options that choose an implementation and change no number. Ranks may differ in them."""
+"""Options that select an implementation and do not change results. Ranks may differ here."""
 
 
 def params_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return the parameters of all groups (or in a state dict, the numbers of parameters)."""
+    """Return the parameters of all groups (in a state dict, their numbers)."""
     found = []
     for group in groups:
         found += group["params"]
@@ -46,8 +46,7 @@ def params_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 def facts_of_groups(
     groups: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None, first: int = 0
 ) -> Facts:
-    """Return facts about an optimizer's parameters, which ranks must have in common."""
-    # `names` are by `id(param)`. `first` is the number of the first of these groups.
+    # `names` maps `id(param)` to a name. `first` is the number of the first group.
     facts: Facts = {"numbers of parameter groups": len(groups)}
     describer = Describer()
     names = names or {}
@@ -62,7 +61,6 @@ def facts_of_groups(
 
 
 def facts_of_model(module: nn.Module, optimizers: Sequence[Optimizer], with_buffers: bool) -> Facts:
-    """Return facts about a model, and its order in the optimizers, which ranks must share."""
     describer = Describer()
     names = {}
     params = []
@@ -83,11 +81,10 @@ def facts_of_model(module: nn.Module, optimizers: Sequence[Optimizer], with_buff
 def facts_of_options(
     groups: Sequence[Mapping[str, Any]], declared: Iterable[str], first: int = 0
 ) -> Facts:
-    """Return facts about the options that change an optimizer's numbers.
+    """Return facts about the options in `declared`, the defaults of an optimizer.
 
-    These are the ones that it has `declared` as its defaults. Other entries of a parameter group (a
-    rank, a name, a logger) are the user's own. Left out are options in `IMPLEMENTATION`, and values
-    that cannot be compared: functions, objects, devices.
+    Other entries of a parameter group (a rank, a name, a logger) belong to the user. Options in
+    `IMPLEMENTATION` and values without a comparison (functions, objects) are omitted.
     """
     compared = set(declared) - IMPLEMENTATION
     facts: Facts = {}
@@ -100,7 +97,7 @@ def facts_of_options(
 
 
 def _comparable(value: object) -> object:
-    """Return a value in JSON's types, numbers as floats; None if it cannot be compared."""
+    """Return a value in JSON's types; None if it cannot be compared."""
     if value is None or isinstance(value, bool | str | torch.dtype):
         return str(value)
     if isinstance(value, Real):
@@ -115,8 +112,8 @@ def _comparable(value: object) -> object:
 
 
 def wait_for_all_ranks(workers: RankGroup, what: str, *, soon: bool = False) -> None:
-    """Wait until every rank has called `what`: through the store, and not in a collective."""
-    # A rank that is elsewhere would answer that collective with its own next one, of another size.
+    """Wait until every rank has called `what`, through the store."""
+    # In a collective, a rank that is elsewhere would answer with a different collective.
     if workers.size > 1:
         roll_call = workers.roll_call(what)
         if soon:
@@ -127,8 +124,7 @@ def wait_for_all_ranks(workers: RankGroup, what: str, *, soon: bool = False) -> 
 
 def check_same_frozen(workers: RankGroup, trained: Sequence[bool]) -> None:
     """Wait until every rank trains the same parameters; warn early, and raise if some do not."""
-    # Freezing changes the sizes of buckets. A rank that did not freeze would wait for other sizes
-    # until the process group's timeout.
-    # With a checksum: ranks that train others never meet.
+    # Freezing changes bucket sizes, and different sizes would hang. The checksum in the name
+    # separates ranks that train different parameters.
     what = f"requires_grad_() of the same parameters ({zlib.crc32(bytes(trained)):08x})"
     wait_for_all_ranks(workers, what, soon=True)

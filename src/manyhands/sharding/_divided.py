@@ -1,4 +1,4 @@
-"""Step an optimizer of the tensors that this rank owns: the base class of OSS and its kin."""
+"""Step an optimizer of the tensors that this rank owns: the base class of OSS."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from manyhands.sharding._agreement import ADVICE, facts_of_groups, facts_of_opti
 
 
 class DividedOptimizer(ShardedOptimizer):
-    """Base class of an optimizer whose tensors are divided among ranks.
+    """Base class of optimizers that divide tensors among ranks.
 
-    `optim`, of the class that the user asked for, steps those that this rank owns. On one rank its
-    tensors are the parameters.
+    `optim` steps the tensors that this rank owns, on a single rank the parameters.
     """
 
     optimizer_class: type[Optimizer]
@@ -31,7 +30,6 @@ class DividedOptimizer(ShardedOptimizer):
 
     @property
     def shards_state(self) -> bool:
-        """Whether this rank has only a shard of the state, because there are other ranks."""
         return self._workers.size > 1
 
     def __repr__(self) -> str:
@@ -42,24 +40,24 @@ class DividedOptimizer(ShardedOptimizer):
         return f"{name} of {self.optimizer_class.__name__} ({about}){groups}"
 
     def _make(self, groups: Sequence[ParamGroup]) -> Optimizer:
-        """Make an optimizer of these groups; if that fails on a rank, raise on all."""
+        """Make an optimizer of these groups; raise on all ranks if that fails on any rank."""
         make = partial(self.optimizer_class, groups, **self.optimizer_arguments)
         return run_on_all(self._workers, make)
 
     def _adopt_options(self) -> None:
-        """Show the options that `optim` has filled in, such as betas; ranks must agree on them."""
+        """Copy the options that `optim` has filled in, such as betas; ranks must agree."""
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
         agree(self._workers, facts_of_options(self.param_groups, self.defaults), ADVICE)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add parameters, with their own options, as any optimizer does; on every rank."""
+        """Add a parameter group, as for any optimizer. Call it on every rank."""
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[number:]
         try:
             self._check_params(added[0]["params"])
-            if self.optim is None:  # the constructor's groups are taken in together
+            if self.optim is None:  # the constructor divides all groups together
                 return
             facts = facts_of_groups(added, first=number)
             facts.update(facts_of_options(added, self.defaults, first=number))
@@ -73,24 +71,24 @@ class DividedOptimizer(ShardedOptimizer):
         """Raise a TypeError if these parameters cannot be divided."""
 
     def _take_in_last_group(self) -> None:
-        """Divide the parameters of the last group, and add them to `optim`."""
+        """Divide the last group's parameters, and add this rank's tensors to `optim`."""
         raise NotImplementedError
 
     def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
-        """Update the parameters: `optim` steps the tensors of this rank, then all ranks get them.
+        """Step this rank's tensors, then give the new values to all ranks.
 
-        A `closure` is called once before, and its loss returned. (On one rank `optim` calls it.)
-        Call it on every rank.
+        Call it on every rank. A `closure` is called once, beforehand, and its loss is returned. (On
+        a single rank `optim` calls it.)
         """
         self._begin_step()
-        # Schedulers change our groups, and `optim` has other ones.
+        # Schedulers change `self.param_groups`; `optim` has separate groups.
         copy_options(self.param_groups, self.optim.param_groups)
         if self._workers.size == 1:
             result = self.optim.step(*([] if closure is None else [closure]), **kwargs)
         else:
             result = None
             if closure is not None:
-                # As in torch's optimizers: the caller may have turned gradients off.
+                # As in torch's optimizers: the caller may have disabled gradients.
                 with torch.enable_grad():
                     result = closure()
             self._step(**kwargs)
@@ -102,32 +100,30 @@ class DividedOptimizer(ShardedOptimizer):
         """Prepare for a step, before options are copied."""
 
     def _step(self, **kwargs: Any) -> None:
-        """Step the tensors of this rank, and exchange the new values with other ranks."""
+        """Step the tensors of this rank, and exchange the new values."""
         raise NotImplementedError
 
 
 def copy_options(sources: Sequence[SavedState], targets: Sequence[dict[str, Any]]) -> None:
-    """Set the options of the target groups to those of the source groups."""
     for source, target in zip(sources, targets, strict=True):
         target.update(options_of(source))
 
 
 def check_params_and_class(owner: str, params: object, optim: object) -> None:
-    """Raise a TypeError unless an `owner` of optimizers was given parameters, and a class."""
     for name, given in (("params", params), ("optim", optim)):
         if isinstance(given, Optimizer):
             raise TypeError(
-                f"{name} is an optimizer that is made already. {owner} makes another: "
-                f"{owner}(model.parameters(), optim={type(given).__name__}, lr=...). Or give yours "
-                "to mh.shard(model, optimizer)."
+                f"{name} is an optimizer instance, and {owner} makes a new optimizer. Write "
+                f"{owner}(model.parameters(), optim={type(given).__name__}, lr=...), or pass the "
+                "instance to mh.shard(model, optimizer)."
             )
     if isinstance(params, nn.Module) or not isinstance(params, Iterable):
         raise TypeError(
-            f"params must be parameters or groups of them, got {type(params).__name__}. Write "
-            f"{owner}(model.parameters(), optim=..., lr=...)."
+            f"params must be parameters or parameter groups, got {type(params).__name__}. "
+            f"Write {owner}(model.parameters(), optim=..., lr=...)."
         )
     if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
         raise TypeError(
-            f"optim must be an optimizer class, got {type(optim).__name__}. Its arguments "
-            f"follow by name: {owner}(params, optim=AdamW, lr=1e-3)."
+            f"optim must be an optimizer class, got {type(optim).__name__}. Pass the optimizer's "
+            f"arguments by name: {owner}(params, optim=AdamW, lr=1e-3)."
         )

@@ -1,11 +1,10 @@
-"""Clip sharded gradients, and scale their loss: each rank holds only a shard of them.
+"""Clip sharded gradients and scale losses: each rank stores a shard of the gradients.
 
-To clip, each rank computes the norms n_i of its slices. With p = `norm_type` the whole has the norm
+Clipping: each rank computes the norms n_i of its slices. With p = `norm_type` the total norm is
 
-    (sum of n_i^p over the slices of all ranks)^(1 / p)        their maximum, if p is infinite
+    (sum of n_i^p over the slices of all ranks)^(1 / p)        or max n_i, if p is infinite
 
-One number per rank is all_reduced. In `ShardedGradScaler` an overflow on one rank skips the step on
-all of them.
+The ranks all_reduce one number each.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ def clip(
     ranks: RankGroup,
     device: torch.device,
 ) -> Tensor:
-    """Scale gradients to a norm of at most `max_norm`, by this rank's slices; return the norm."""
+    """Clip gradients, given this rank's slices; return the total norm."""
     norms = []
     for grad in slices:
-        # A rank's slice of a small parameter may be empty, and has no maximum norm.
+        # A rank's slice of a small parameter may be empty, without a maximum norm.
         if grad is not None and grad.numel():
             norms.append(_norm_of_shard(grad, norm_type).to(device))
     values = torch.stack(norms) if norms else torch.zeros(1, device=device)
     if math.isinf(norm_type):
-        unknown = values.isnan().any().to(values.dtype)  # MAX may drop a NaN: send it as a flag
+        unknown = values.isnan().any().to(values.dtype)  # MAX may drop a NaN: send a flag
         both = torch.stack([values.nan_to_num(nan=0.0, posinf=torch.inf).max(), unknown])
         most = ranks.all_reduce(both, largest=True)
         total = torch.where(most[1] > 0, torch.nan, most[0])
@@ -71,7 +70,7 @@ def _norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
 
 
 def _device_may_come_first(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that also takes torch's order of arguments, with the device first."""
+    """Return a constructor that also accepts torch's argument order, with the device first."""
 
     @functools.wraps(init)
     def with_device(self: object, *args: object, **options: object) -> None:
@@ -86,7 +85,7 @@ def _device_may_come_first(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class ShardedGradScaler(GradScaler):
-    """A `torch.amp.GradScaler` whose workers all skip a step if one of them has to.
+    """A `torch.amp.GradScaler` for sharded gradients: all ranks skip a step with an overflow.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -97,24 +96,23 @@ class ShardedGradScaler(GradScaler):
     >>> _ = scaler.step(optimizer)
     >>> scaler.update()
 
-    If gradients are sharded, only the worker that holds an overflow can see it. Here all workers
-    learn of it, by one all_reduce of one number in each step.
+    If gradients are sharded, only the rank that stores an overflow can detect it. This class
+    informs all ranks with an all_reduce of a single number per step.
 
-    Gradients in float16 are unscaled like any others; torch's class refuses them. Very small
-    values are lost in float16: parameters in float32 under autocast train better.
+    float16 gradients are unscaled like all others; torch's class refuses these. Very small values
+    are lost in float16: parameters in float32 under autocast train better.
 
-    Arguments are in fairscale's order. The order of `torch.amp.GradScaler`, with the device first,
-    is accepted as well: `ShardedGradScaler("cuda", 2.0**10)`.
+    Arguments follow fairscale's order. The order of `torch.amp.GradScaler`, with the device first,
+    is also accepted: `ShardedGradScaler("cuda", 2.0**10)`.
 
     Args:
-        init_scale: the number that the loss is multiplied by at first.
+        init_scale: the initial loss scale.
         growth_factor: the factor by which the scale grows.
-        backoff_factor: the factor by which it shrinks after an overflow.
-        growth_interval: the steps without an overflow after which it grows.
+        backoff_factor: the factor by which the scale shrinks after an overflow.
+        growth_interval: the number of steps without an overflow before the scale grows.
         enabled: whether to scale at all.
-        process_group: the workers; by default those of the optimizer, or else all.
-        device: the type of device of the losses, "cuda" or "cpu"; by default the GPU, if there is
-            one.
+        process_group: the ranks; default: the optimizer's ranks, or else all.
+        device: the device type of the losses, "cuda" or "cpu"; default: the GPU, if present.
     """
 
     @_device_may_come_first
@@ -141,7 +139,7 @@ class ShardedGradScaler(GradScaler):
 
     @property
     def group(self) -> GroupLike | None:
-        """fairscale's name of `process_group`; None stands for the optimizer's."""
+        """fairscale's name for `process_group`; None stands for the optimizer's group."""
         return self.process_group
 
     def _unscale_grads_(
@@ -149,7 +147,7 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Unscale this rank's slices, and look for an overflow on any rank. torch calls this."""
         sharded = find_layer(optimizer, ShardedOptimizer)
-        # Other ranks wait for a rank without a backward pass until it joins in here.
+        # Other ranks wait here for a rank without a backward pass.
         group = self.process_group
         if sharded is not None:
             sharded.join_in()
@@ -159,20 +157,18 @@ class ShardedGradScaler(GradScaler):
             for param in param_group["params"]:
                 parts = local_parts(param.grad) if param.grad is not None else ()
                 for part in parts:
-                    # torch puts another gradient there, if it is sparse and in float16.
+                    # torch replaces `carrier.grad` if it is a sparse float16 gradient.
                     carrier = param
                     if part is not param.grad:
                         carrier = part.detach()
                         carrier.grad = part
                     held.append(carrier)
-        # torch iterates over the parameters of an optimizer, each with a gradient.
         stand_in: Any = SimpleNamespace(param_groups=[{"params": held}])
-        # True: float16 gradients are allowed. torch refuses them, because parameters were probably
-        # meant to stay in float32; here they may be the user's choice.
+        # True: allow float16 gradients, which torch refuses as a probable mistake.
         found: dict[torch.device, Tensor] = super()._unscale_grads_(
             stand_in, inv_scale, found_inf, True
         )
-        # One number: 1 if a gradient on any device of this rank has overflowed.
+        # 1 if any gradient of this rank has overflowed.
         anywhere = torch.zeros_like(found_inf)
         for flag in found.values():
             anywhere = torch.maximum(anywhere, flag.to(anywhere.device))

@@ -1,8 +1,8 @@
-"""Programs that inspect a job. No other package imports this one.
+"""Programs that inspect a training job. No other package imports this package.
 
-check/    test whether a script trains the same on several ranks as on a single process
-plan/     bytes that each sharding holds, sends and saves
+check/    compares training on several ranks with training in a single process
+plan/     memory, communication and checkpoint size of each sharding
 record/   the run log: a line per step
-report/   records as a page with figures
+report/   an HTML page with figures of recorded runs
 cli/      the program `manyhands`
 """

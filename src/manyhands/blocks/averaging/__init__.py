@@ -1,11 +1,11 @@
-"""Run a sync round: payloads go in on every worker, and their mean comes out on all workers.
+"""A sync round: all workers contribute payloads and receive the mean.
 
-In the order in which a tensor meets them:
+Modules, in the order of a tensor:
 
-_payload.py  contributions of a worker: payloads, buffers, optimizer state, work, and a report
-_round.py    the round and its statistics: thread, chunks in flight, decision, drift
-_codec.py    flat values as few bytes, and back
-_chunks.py   a range of a payload on its way: all_reduce, shared memory, or encoded, in pairs
+_payload.py  contributions of a worker: payloads, buffers, optimizer state, work, report
+_round.py    the round and statistics: thread, chunks in flight, agreement, drift
+_codec.py    encoding of flat values in few bytes
+_chunks.py   ranges of a payload in flight: all_reduce, shared memory, or pairwise messages
 
-Parameters come as differences from the anchor; those payloads are in `blocks/_anchor.py`.
+Payloads of parameters are differences from the anchor (`blocks/_anchor.py`).
 """

@@ -1,14 +1,11 @@
-"""Carry a range of a payload, a chunk, to the other workers, and the mean back.
+"""Chunks: ranges of a payload on the way to the other workers, and means on the way back.
 
-Three kinds of chunks do the same work:
-
-    AllReduceChunk      values as they are: one all_reduce
-    SharedMemoryChunk   values as they are, among workers that read each other's memory
+    AllReduceChunk      unencoded values: a single all_reduce
+    SharedMemoryChunk   unencoded values, in memory that workers of a host share
     PairwiseChunk       encoded values: two messages between each pair of workers
 
-With an all_reduce, or in pairs, each of N workers sends 2 (N-1)/N of the encoded payload. A report
-travels with each chunk, but in an all_reduce, where it has a place for every worker, only with the
-first and the last (with several optimizers: the last of each one's).
+With all_reduce or pairwise messages, each of N workers sends 2 (N-1)/N of the encoded payload.
+Reports travel with the chunks.
 """
 
 from __future__ import annotations
@@ -21,24 +18,29 @@ from torch import Tensor
 
 from manyhands._ranks.ranks import RankGroup
 from manyhands.blocks.averaging._codec import encode_with_residual
-from manyhands.blocks.averaging._payload import LARGEST, REPORT, Payload, RoundResult, WorkerReport
+from manyhands.blocks.averaging._payload import (
+    MAX_CHUNK,
+    REPORT,
+    Payload,
+    RoundResult,
+    WorkerReport,
+)
 
-SMALLEST = 1 << 18  # elements; below that the latency of a message costs more than its bytes
-FEW_BITS = 2  # a value: with fewer, messages are so short that chunks are as large as they may be
-ALIGNED = 1 << 16  # elements: a multiple of each codec's group, so that no chunk cuts a group
+MIN_CHUNK = 1 << 18  # elements; in smaller messages latency dominates
+FEW_BITS = 2  # per value; codecs with fewer bits use the largest chunks
+CHUNK_MULTIPLE = 1 << 16  # elements; a multiple of each codec's group
 
 
 class Waitable(Protocol):
-    """A message or a barrier under way."""
+    """A message or barrier in flight."""
 
-    def wait(self) -> object:
-        """Return when it is done."""
+    def wait(self) -> object: ...
 
 
 class PayloadChunk:
-    """A range of a payload in flight. The four methods are called in this order."""
+    """A range of a payload in flight. The public methods are called in this order."""
 
-    has_mean = False  # whether the values of all workers are here, and `send_mean` sends nothing
+    has_mean = False  # whether all values are here, so that `send_mean` sends no message
 
     def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
         self.payload = payload
@@ -47,42 +49,40 @@ class PayloadChunk:
         self.workers = workers
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
-        """Read the payload and start to send its values and the report.
+        """Read the payload, and start to send values and report.
 
-        `squares` are the squared lengths of the payload's part so far: as sent, and before
-        rounding.
+        `squares` accumulates the squared lengths of the payload's part: as sent, and unrounded.
         """
         raise NotImplementedError
 
     def receive_reports(self) -> list[list[float]]:
-        """Wait for all workers' values; return the reports and squared lengths, if any came."""
+        """Wait for all workers' values; return reports with squared lengths, if any."""
         raise NotImplementedError
 
     def send_mean(self, result: RoundResult) -> None:
-        """Average the own slice and start to send the mean. The reports are known."""
+        """Average this worker's slice, and start to send the mean."""
         raise NotImplementedError
 
     def write_mean(self, result: RoundResult) -> float:
-        """Wait for the mean, write it to the payload, and return its squared length."""
+        """Wait for the mean, write it to the payload, and return the squared length."""
         raise NotImplementedError
 
     def _read(self, report: WorkerReport, first: int, out: Tensor) -> None:
-        """Read values from an element of the chunk on; zeros if this worker is left out."""
+        """Read values from element `first` of the chunk; zeros if this worker is excluded."""
         if report.included:
             self.payload.read(self.start + first, out)
         else:
-            out.zero_()  # NaN would reach all workers in a sum, and codecs take finite numbers only
+            out.zero_()  # in a sum, NaN would reach all workers; codecs need finite numbers
 
     def _read_all(self, report: WorkerReport, out: Tensor, squares: list[float]) -> None:
-        """Fill `out` with the chunk's values, and add their squared length to both `squares`."""
+        """Fill `out` with the chunk's values, and add the squared length to both `squares`."""
         self._read(report, 0, out)
         square = self._square(out)
         squares[0] += square
         squares[1] += square
 
     def _square(self, values: Tensor) -> float:
-        """Return the squared length of values if it is part of the drift, otherwise 0."""
-        # A dot product reads the slice once, and is faster than norm().square().
+        # A dot product reads the memory once, and is faster than norm().square().
         return float(torch.dot(values, values)) if self.payload.measured else 0.0
 
     def _average(self, own: Tensor, result: RoundResult, read: Callable[[int], Tensor]) -> None:
@@ -104,9 +104,9 @@ class PayloadChunk:
 
 
 def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[PayloadChunk]:
-    """Return the chunks of all payloads in order, on every worker the same."""
-    # An empty payload gives one empty chunk, so that the reports are exchanged all the same.
-    spare: list[Tensor] = []  # memory of finished chunks, reused by later ones
+    """Return the chunks of all payloads, in equal order on every worker."""
+    # An empty payload becomes an empty chunk, because reports are necessary.
+    spare: list[Tensor] = []  # memory of finished chunks
     chunks: list[PayloadChunk] = []
     summed: list[AllReduceChunk] = []
     largest = 0  # bytes of a chunk in shared memory
@@ -120,7 +120,7 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[Pay
                 chunks.append(SharedMemoryChunk(payload, start, stop, workers))
             elif summable and workers.has_backend(payload.device):
                 chunk = AllReduceChunk(payload, start, stop, workers, spare)
-                # The last chunk of a part has reports: they say the part's squared length.
+                # The part's squared length arrives with the last chunk.
                 if len(summed) > 1 and summed[-1].payload.part == payload.part:
                     summed[-1].reports_in = 0
                 summed.append(chunk)
@@ -133,36 +133,33 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[Pay
 
 
 def _chunk_length(payload: Payload) -> int:
-    """Return the elements of a chunk: large ones for few bits, as short messages cost time."""
+    """Return the elements per chunk. Few bits need large chunks, because of latency."""
     codec = payload.codec
-    if codec.rounds and 8 * codec.size(ALIGNED, payload.dtype) < FEW_BITS * ALIGNED:
-        return LARGEST
+    if codec.rounds and 8 * codec.size(CHUNK_MULTIPLE, payload.dtype) < FEW_BITS * CHUNK_MULTIPLE:
+        return MAX_CHUNK
     return elements_per_chunk(payload.length)
 
 
 def elements_per_chunk(length: int) -> int:
-    """Return the elements of a chunk of values that travel as they are."""
-    return max(SMALLEST, min(LARGEST, length // 16)) // ALIGNED * ALIGNED
+    """Return the elements per chunk of unencoded values."""
+    return max(MIN_CHUNK, min(MAX_CHUNK, length // 16)) // CHUNK_MULTIPLE * CHUNK_MULTIPLE
 
 
-# -- values as they are: an all_reduce -------------------------------------------------------------
+# -- unencoded values: all_reduce ------------------------------------------------------------------
 
 PARTS = 3  # 3 × 24 bits of a float32's mantissa hold the 53 of a float64
 
 
 class AllReduceChunk(PayloadChunk):
-    """A chunk whose values travel as they are: one all_reduce adds them up on the way.
+    """A chunk of unencoded values, added up by an all_reduce.
 
-    Everyone's reports travel after the values, in the same tensor:
+    All reports follow the values in a single tensor of the payload's type:
 
         [ values: length | reports: workers × REPORT × PARTS ]
 
-    Of many chunks only the first and each optimizer's last have them: the former's are needed to go
-    on, the latter's have the squared lengths. All workers' in each would take longer than that.
-
-    A worker fills in its own report and leaves the others' at zero, so the sum is everyone's
-    reports. The tensor has the payload's type, and a report holds float64: each number is split
-    into PARTS float32 whose sum is exact.
+    Each worker fills in one report and leaves zeros elsewhere, so the sum contains all reports.
+    Each float64 of a report is split into PARTS float32 numbers with an exact sum. To save time,
+    only the first chunk of a round, and each part's last chunk, have reports.
     """
 
     has_mean = True
@@ -173,15 +170,14 @@ class AllReduceChunk(PayloadChunk):
         super().__init__(payload, start, stop, workers)
         self._spare = spare
         self._work: Waitable
-        self.reports_in = workers.size  # places for reports
+        self.reports_in = workers.size  # number of reports in the tensor
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
-        """Start an all_reduce of the values; every worker's report travels behind them."""
         self._sent = self._allocate(self.length + self.reports_in * REPORT * PARTS)
         self._values = self._sent[: self.length]
         reports = self._sent[self.length :]
         self._read_all(report, self._values, squares)
-        if report.weight != 1.0:  # others' are not known yet: `write_mean` divides by all
+        if report.weight != 1.0:  # the other weights are unknown until `write_mean`
             self._values.mul_(report.weight)
         self._reports = reports.view(self.reports_in, REPORT, PARTS)
         if self.reports_in:
@@ -195,14 +191,13 @@ class AllReduceChunk(PayloadChunk):
         return self._reports.double().sum(dim=2).tolist()
 
     def send_mean(self, result: RoundResult) -> None:
-        """Do nothing: the all_reduce has brought every worker the sum."""
+        """Do nothing: every worker has the sum."""
 
     def write_mean(self, result: RoundResult) -> float:
-        """Divide the sum by the weights, write it to the payload; return its square."""
         total = 0.0
         for rank in result.included:
             total += result.reports[rank].weight
-        if total not in (0.0, 1.0):  # 0: no worker is included
+        if total not in (0.0, 1.0):
             self._values.mul_(1 / total)
         square = self._square(self._values)
         if self.length:
@@ -211,7 +206,7 @@ class AllReduceChunk(PayloadChunk):
         return square
 
     def _allocate(self, size: int) -> Tensor:
-        """Return memory for `size` elements: a finished chunk's if there is one, or new."""
+        """Return memory for `size` elements, from a finished chunk if possible."""
         payload = self.payload
         for index, spare in enumerate(self._spare):
             if (spare.numel(), spare.dtype, spare.device) == (size, payload.dtype, payload.device):
@@ -220,7 +215,7 @@ class AllReduceChunk(PayloadChunk):
 
 
 def _split_exactly(numbers: list[float]) -> Tensor:
-    """Return each number as PARTS float32 that add up to it: shape (len(numbers), PARTS)."""
+    """Split numbers into PARTS float32 with exact sums: shape (len(numbers), PARTS)."""
     left = torch.tensor(numbers, dtype=torch.float64)
     parts = []
     for _ in range(PARTS):
@@ -229,23 +224,22 @@ def _split_exactly(numbers: list[float]) -> Tensor:
     return torch.stack(parts, dim=1)
 
 
-# -- values as they are: shared memory -------------------------------------------------------------
+# -- unencoded values: shared memory ---------------------------------------------------------------
 
-PLACE_HEAD = 8 * (REPORT + 1)  # bytes in shared memory: a report, and the mean's squared length
+PLACE_HEAD = 8 * (REPORT + 1)  # bytes of a report and of the mean's squared length
 PLACES = 6  # chunks in shared memory
 
 
 class SharedMemoryChunk(PayloadChunk):
-    """A chunk among workers of one host, which read each other's memory: nothing is sent.
+    """A chunk in memory that the workers of a host share, without messages.
 
-    Each worker reads its values into a *place* that all workers can see, averages the slice that
-    it owns there, and copies the other slices from their owners' places. One-element all-reduces
-    are the barriers: each one says that the newest chunk has been read, and that the second before
-    it has been averaged.
+    Each worker reads values into a *place* visible to all workers, averages one slice there, and
+    copies the other slices from other workers' places. One-element all-reduces serve as barriers.
+    A barrier announces that the newest chunk is read, and the second chunk before it averaged.
 
-    Places are reused after PLACES = 6 chunks. By then no worker still reads them: a worker reaches
-    the barrier of a chunk only after it has written the mean of the fourth before it, and no worker
-    reads the second before it until that barrier is passed.
+    Places are reused after PLACES = 6 chunks. By then no worker reads them: a worker reaches the
+    barrier of a chunk only after writing the mean of the fourth chunk before it, and no worker
+    reads the second chunk before it until that barrier.
     """
 
     def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
@@ -254,18 +248,17 @@ class SharedMemoryChunk(PayloadChunk):
         self._barrier: Waitable
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
-        """Write the values and the report where the other workers can read them."""
         host = self.workers.shared_memory
         assert host is not None
         size = PLACE_HEAD + self.length * self.payload.dtype.itemsize
-        places = host.next_buffers(size)  # one place per worker; ours is places[rank]
+        places = host.next_buffers(size)  # by rank
         self._reports = [place[:PLACE_HEAD].view(torch.float64) for place in places]
         self._values = [place[PLACE_HEAD:].view(self.payload.dtype) for place in places]
         values = self._values[self.workers.rank]
         self._read_all(report, values, squares)
         own_report = torch.tensor([*report, *squares], dtype=torch.float64)
         self._reports[self.workers.rank][:REPORT] = own_report
-        # The barrier comes last: a worker that passes it may read the report and the values.
+        # The barrier comes last, because it allows other workers to read.
         self._barrier = host.barrier()
 
     def receive_reports(self) -> list[list[float]]:
@@ -273,18 +266,16 @@ class SharedMemoryChunk(PayloadChunk):
         return [numbers[:REPORT].tolist() for numbers in self._reports]
 
     def send_mean(self, result: RoundResult) -> None:
-        """Average the own slice, in the place where it was read."""
         rank = self.workers.rank
         host = self.workers.shared_memory
         assert host is not None
         own = self._slice(rank, rank)
         self._average(own, result, lambda other: self._slice(other, rank))
         self._reports[rank][REPORT] = self._square(own)
-        # No message of its own: the barrier of the chunk that is read next says it.
+        # No separate message: the barrier of the next chunk announces the mean.
         self._barrier = host.deferred_barrier()
 
     def write_mean(self, result: RoundResult) -> float:
-        """Copy each owner's mean from its memory into the payload."""
         self._barrier.wait()
         for owner, first in enumerate(self._cuts[:-1]):
             if first < self._cuts[owner + 1]:
@@ -296,49 +287,47 @@ class SharedMemoryChunk(PayloadChunk):
         return self._values[worker][self._cuts[owner] : self._cuts[owner + 1]]
 
 
-# -- encoded values: messages in pairs -------------------------------------------------------------
+# -- encoded values: pairwise messages -------------------------------------------------------------
 
-# far from the tags that users choose
+# Tags that user code is unlikely to choose.
 VALUES_TAG = 28_101
 MEAN_TAG = 28_102
 MESSAGE_HEAD = 8 * REPORT  # bytes of the report, in float64
-MEAN_HEAD = 8  # bytes of what a mean has in its place: its squared length
-ALIGNED_SLICE = 256  # elements: a multiple of the group of each codec that is sent in pairs
+MEAN_HEAD = 8  # bytes of the squared length, in float64, before a mean
+SLICE_MULTIPLE = 256  # elements; a multiple of the group of each codec
 
 
 class PairwiseChunk(PayloadChunk):
-    """A chunk that is encoded: two messages between each pair of workers.
+    """An encoded chunk: two messages between each pair of workers.
 
-    The chunk is cut into one slice per worker, its owner:
+    Each worker owns a slice of the chunk:
 
-        values    send every other worker its slice of this worker's values, encoded
-        mean      send all others the mean of the slice that this worker owns, encoded
+        values    send each owner this worker's encoded values of the owner's slice
+        mean      send all workers the encoded mean of this worker's slice
 
-    So 2 (N-1)/N of the encoded payload leaves each worker, as in a ring all_reduce. A ring itself
-    adds up on the way, and would have to decode and encode again at every hop.
+    Each worker sends 2 (N-1)/N of the encoded payload, as in a ring all_reduce. A ring adds values
+    on the way, so it would have to decode and encode at every hop.
 
-    With a codec that leaves values as they are, values are read right into their message, and the
-    mean of the own slice is computed in the own message. A message is
+    Without rounding, values and mean are computed directly in the message:
 
         [ report: REPORT float64 | encoded values | padding to 8 bytes ]
 
-    and a mean has its squared length, one float64, in place of the report.
+    A mean has the squared length, one float64, instead of the report.
     """
 
     def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
         super().__init__(payload, start, stop, workers)
         step = -(-self.length // workers.size)
-        step = -(-step // ALIGNED_SLICE) * ALIGNED_SLICE
+        step = -(-step // SLICE_MULTIPLE) * SLICE_MULTIPLE
         self._cuts = [min(rank * step, self.length) for rank in range(workers.size + 1)]
         self._works: list[Waitable] = []
-        self._outgoing: list[Tensor] = []  # torch does not keep a tensor alive while it is sent
+        self._outgoing: list[Tensor] = []  # torch does not keep tensors alive during a send
         self._incoming: list[Tensor] = []
-        self._own: Tensor  # the values of the own slice, and later the mean
+        self._own: Tensor  # values of this worker's slice, later the mean
         self._own_message: Tensor
         self._own_head: list[float] = []
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
-        """Send every slice of the values, encoded, to the worker that averages it."""
         payload = self.payload
         rank = self.workers.rank
         messages = []
@@ -348,7 +337,7 @@ class PairwiseChunk(PayloadChunk):
             self._read(report, first, values)
             squares[1] += self._square(values)
             if owner == rank:
-                self._own = values  # stays in full precision
+                self._own = values  # in full precision
             elif payload.codec.rounds:
                 values = self._encode(values, owner, message, correct=report.included)
             squares[0] += self._square(values)
@@ -365,13 +354,12 @@ class PairwiseChunk(PayloadChunk):
         return [self._head(rank, MESSAGE_HEAD) for rank in range(self.workers.size)]
 
     def send_mean(self, result: RoundResult) -> None:
-        """Send the mean of the own slice to all others."""
         rank = self.workers.rank
         size = self.workers.size
         self._average(self._own, result, lambda other: self._decode(other, rank, MESSAGE_HEAD))
         square = self._square(self._own)
         if self.payload.codec.rounds:
-            # We keep the decoded mean too, so that all workers write the same rounded values.
+            # Keep the decoded mean, so that all workers write equal values.
             correct = bool(result.included)
             self._own = self._encode(self._own, rank, self._own_message, correct=correct)
         shorter = MESSAGE_HEAD - MEAN_HEAD
@@ -382,7 +370,6 @@ class PairwiseChunk(PayloadChunk):
         self._exchange([message] * size, sizes, MEAN_TAG)
 
     def write_mean(self, result: RoundResult) -> float:
-        """Decode the owners' means, write them to the payload; return the mean's square."""
         self._wait()
         square = 0.0
         for owner, first in enumerate(self._cuts[:-1]):
@@ -395,27 +382,24 @@ class PairwiseChunk(PayloadChunk):
         return square
 
     def _elements(self, owner: int) -> int:
-        """Return the elements of a slice."""
         return self._cuts[owner + 1] - self._cuts[owner]
 
     def _bytes(self, owner: int) -> int:
-        """Return the size of a message with the values of a slice."""
+        """Return the message size for a slice."""
         size = self.payload.codec.size(self._elements(owner), self.payload.dtype)
         return -(-(MESSAGE_HEAD + size) // 8) * 8  # view(float64) needs a multiple of 8
 
     def _values_in(self, message: Tensor, elements: int) -> Tensor:
-        """Return memory for a slice's values: inside the message if they travel as they are."""
         dtype = self.payload.dtype
         if self.payload.codec.rounds:
             return torch.empty(elements, dtype=dtype, device=self.payload.device)
         return message[MESSAGE_HEAD : MESSAGE_HEAD + elements * dtype.itemsize].view(dtype)
 
     def _encode(self, values: Tensor, owner: int, message: Tensor, *, correct: bool) -> Tensor:
-        """Write values of a slice to a message; return the values that will be decoded from it.
+        """Write encoded values of a slice to a message, and return the values after decoding.
 
-        To `correct` them, add the residual. Of another worker's slice it is what rounding our
-        values has cut off; of the own slice, what rounding the mean has cut off. The two never
-        overlap.
+        If `correct`, add the residual: the rounding error of the mean for this worker's slice, and
+        of this worker's values for other slices.
         """
         residual = None
         if correct and self.payload.residual is not None:
@@ -426,7 +410,6 @@ class PairwiseChunk(PayloadChunk):
         return arriving
 
     def _decode(self, rank: int, owner: int, head: int) -> Tensor:
-        """Return the values of a slice in the message that came from `rank`, after its head."""
         codec = self.payload.codec
         elements = self._elements(owner)
         size = codec.size(elements, self.payload.dtype)
@@ -434,16 +417,15 @@ class PairwiseChunk(PayloadChunk):
         return codec.decode(data, elements, self.payload.dtype)
 
     def _head(self, rank: int, size: int) -> list[float]:
-        """Return the numbers at the head of a worker's message."""
         if rank == self.workers.rank:
             return self._own_head
         return self._incoming[rank][:size].cpu().view(torch.float64).tolist()
 
     def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
-        """Send each of the others its message, and receive one of `sizes[rank]` bytes from each."""
+        """Send each other worker a message, and receive `sizes[rank]` bytes from each."""
         if self.workers.size > 1:
             rank = self.workers.rank
-            # nothing to ourselves
+            # No message to this worker.
             messages[rank] = messages[rank][:0]
             sizes[rank] = 0
             if not self.workers.has_backend(self.payload.device):  # gloo sends from the host only

@@ -1,14 +1,14 @@
-"""Encode flat values: as they are, or with fewer bits for each.
+"""Codecs: encode flat values as bytes, with few bits per value.
 
-    float32, bfloat16    the values; with "float32", float64 stays float64: nothing is rounded
-    int8, int4           a group of neighbours shares a scale: the largest absolute value over the
-                         largest integer. Two integers of 4 bits share a byte: one of the first
-                         half of the values, one of the second
-    ternary              -1, 0 or 1, times the mean absolute value of those of a group of neighbours
-                         that are not 0. Five share a byte: one of each fifth
+    float32, bfloat16    the values; "float32" never rounds, and preserves float64
+    int8, int4           groups of adjacent values share a scale: the maximum absolute value divided
+                         by the largest integer. Two 4-bit integers share a byte: one from each half
+                         of the values
+    ternary              -1, 0 or 1, times a scale: the mean absolute value of the group's values
+                         that are not rounded to 0. Five share a byte: one from each fifth
 
-One flat tensor becomes one tensor of bytes: the values and the scales of their groups. What is not
-sent is kept in a residual, and added to the next values (`encode_with_residual`).
+A flat tensor becomes a tensor of bytes with scales and values. The rounding error is stored in a
+residual and added to the next values (`encode_with_residual`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.nn import functional as F
 
 
 class Codec:
-    """Flat values to bytes and back. Equal bytes give equal values on all workers."""
+    """Base class of codecs. Equal bytes decode to equal values on all workers."""
 
     rounds = True  # whether decode(encode(values)) may differ from the values
-    cosine = 0.92  # between equal workers' values, part of them rounded: at least, in practice
+    cosine = 0.92  # measured lower bound between equal workers' values, partly rounded
 
     def size(self, elements: int, dtype: torch.dtype) -> int:
-        """Return how many bytes this many values become."""
+        """Return the number of bytes of the encoded values."""
         raise NotImplementedError
 
     def encode(self, values: Tensor) -> Tensor:
@@ -35,13 +35,13 @@ class Codec:
         raise NotImplementedError
 
     def decode(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return the values again, rounded."""
+        """Return the rounded values."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Uncompressed(Codec):
-    """The values in their own type."""
+    """Values in their original type."""
 
     rounds = False
     cosine = 0.999
@@ -58,7 +58,7 @@ class Uncompressed(Codec):
 
 @dataclass(frozen=True)
 class HalfPrecision(Codec):
-    """The values in a type of 16 bits."""
+    """Values in a 16-bit type."""
 
     dtype: torch.dtype
 
@@ -73,7 +73,7 @@ class HalfPrecision(Codec):
 
 
 class Grouped(Codec):
-    """Few bits for each value, and a scale (a bfloat16) for each group of neighbours."""
+    """Base class of codecs with a bfloat16 scale for each group of adjacent values."""
 
     group: int
 
@@ -81,7 +81,7 @@ class Grouped(Codec):
         return -(-elements // self.group)
 
     def _padded(self, values: Tensor) -> Tensor:
-        """Return the values in rows of a group each; zeros fill the last group."""
+        """Return a row of values per group; zeros fill the last row."""
         missing = -values.numel() % self.group
         if missing:
             values = F.pad(values, (0, missing))
@@ -90,7 +90,7 @@ class Grouped(Codec):
 
 @dataclass(frozen=True)
 class Integers(Grouped):
-    """Integers of `bits` bits, with a scale for each group."""
+    """Integers of `bits` bits with a scale per group."""
 
     bits: int
     group: int
@@ -103,9 +103,8 @@ class Integers(Grouped):
         return self._groups(elements) * (2 + self.group * self.bits // 8)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the values as scales, one per group, and signed integers of `bits` bits."""
         padded = self._padded(values)
-        # Two reads: values.abs() would write a second tensor and read it again.
+        # Two reads: values.abs() would write and read a second tensor.
         largest = torch.maximum(padded.amax(dim=1, keepdim=True), -padded.amin(dim=1, keepdim=True))
         scales = (largest / self.largest).to(torch.bfloat16)
         # A group of zeros has scale 0: divide by the smallest normal number instead.
@@ -117,7 +116,6 @@ class Integers(Grouped):
         return torch.cat([scales.flatten().view(torch.uint8), codes.flatten().view(torch.uint8)])
 
     def decode(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return the values from scales and integers, as `encode` has laid them out."""
         groups = self._groups(elements)
         scales = data[: 2 * groups].view(torch.bfloat16).to(dtype)
         codes = data[2 * groups :].view(torch.int8)
@@ -127,40 +125,39 @@ class Integers(Grouped):
         return values.flatten()[:elements]
 
 
-TRITS = 5  # 3 ** 5 = 243 values fit in a byte
+TRITS = 5  # per byte: 3 ** 5 = 243
 
 
 @dataclass(frozen=True)
 class Ternary(Grouped):
-    """-1, 0 or 1, with a scale for each group: 1.66 bits a value.
+    """-1, 0 or 1 with a scale per group: 1.66 bits per value.
 
-    A value becomes 0 if it is less than three quarters of the mean absolute value of its group. The
-    scale is the mean absolute value of the others. For normal values that is nearly the smallest
-    error that three values can have (0.19 of their square), and if few of a group are not 0, or if
-    all are of one size, they arrive as they are.
+    A value becomes 0 if it is below three quarters of the group's mean absolute value. The scale is
+    the mean absolute value of the remaining values. For normally distributed values this is close
+    to the smallest possible error of three values (0.19 of their square). Groups with few nonzero
+    values, or with values of equal size, are exact.
 
-    The five digits d_k of a byte make the number b = sum of (d_k + 1) 3^k, and ceil(256 b / 243) is
-    sent. Times 3, its upper byte is the highest digit, and its lower byte is the same code of the
-    digits that are left.
+    The five digits d_k of a byte form the number b = sum of (d_k + 1) 3^k, sent as
+    ceil(256 b / 243). Multiplied by 3, the upper byte is the highest digit; the lower byte is
+    the code of the remaining digits.
     """
 
     group: int
 
-    cosine = 0.8  # of normal values on two workers 0.89
+    cosine = 0.8  # 0.89 for normally distributed values on two workers
 
     def size(self, elements: int, dtype: torch.dtype) -> int:
         return 2 * self._groups(elements) + -(-self._groups(elements) * self.group // TRITS)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the values as scales, one per group, and five of -1, 0, 1 in each byte."""
         padded = self._padded(values)
-        # Divided by their number before they are added up, because the sum may overflow. Memory is
-        # written again and again, because new pages cost more than all that is computed here.
+        # Divide before the sum, which may overflow. Reuse memory, because new pages cost more than
+        # the computation.
         sizes = padded.abs()
         means = sizes.mul_(1 / self.group).sum(dim=1, keepdim=True)
         digits = padded / means.mul_(0.75).clamp_(min=torch.finfo(values.dtype).tiny)
         trits = digits.clamp_(-1, 1).to(torch.int8)
-        digits.copy_(trits)  # `trunc_` would take several times as long
+        digits.copy_(trits)  # several times faster than `trunc_`
         sums = torch.mul(padded, digits, out=sizes).mul_(1 / self.group).sum(dim=1)
         shares = digits.abs_().mul_(1 / self.group).sum(dim=1)
         scales = sums.div_(shares.clamp_(min=1 / self.group))
@@ -172,7 +169,6 @@ class Ternary(Grouped):
         return torch.cat([scales.to(torch.bfloat16).view(torch.uint8), codes])
 
     def decode(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return the values from scales and digits, as `encode` has laid them out."""
         groups = self._groups(elements)
         scales = data[: 2 * groups].view(torch.bfloat16).to(dtype).unsqueeze(1)
         codes = data[2 * groups :]
@@ -198,9 +194,9 @@ CODECS: dict[str, Codec] = {
 def encode_with_residual(
     codec: Codec, values: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Encode values plus residual; return the bytes, and the values that will be decoded from them.
+    """Encode values plus residual; return bytes and decoded values.
 
-    `residual` is set to what is not sent now (None: it is lost). `values` may be overwritten.
+    The rounding error is written to `residual`, or lost if None. `values` may be overwritten.
     """
     if residual is not None:
         values.add_(residual)

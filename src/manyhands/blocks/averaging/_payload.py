@@ -1,23 +1,22 @@
-"""Describe the contributions of a worker to a sync round, and the result of the round.
+"""Contributions to a sync round, and results.
 
-Work             steps and samples of a worker: its weight in the mean
-WorkerReport     a few numbers about the worker itself, sent with every chunk
-RoundResult      all workers' reports and the squared lengths; equal on all workers
-Payload          tensors of one type that a worker contributes, read and written in ranges
-TensorPayload    tensors that are averaged as they are: buffers, optimizer state, gradients
-SnapshotPayload  a copy of a `TensorPayload`, and later the mean
-Extras           the model's buffers and the optimizer state, to be averaged or reset
+Work             steps and samples of a worker
+WorkerReport     a few numbers about a worker, sent with the chunks
+RoundResult      all reports and squared lengths; equal on all workers
+Payload          tensors of one type from a worker, read and written in ranges
+TensorPayload    buffers, optimizer state or gradients, averaged in place
+SnapshotPayload  a copy of a `TensorPayload`, later overwritten with the mean
+Extras           buffers and optimizer state, averaged or reset
 
-Parameters come as differences from the anchor; those payloads are in `blocks/_anchor.py`.
+Payloads of parameters are differences from the anchor (`blocks/_anchor.py`).
 
-A worker whose numbers are not all finite is left out of the mean. A norm reads the memory once, and
-it is finite only if all numbers are. The reverse does not hold: in float32 the square of 3e19 is
-infinite, and 3e19 is not. So where a norm is not finite, the largest absolute value decides.
+The mean excludes workers with non-finite values. A finite norm proves that all values are finite,
+and reads the memory once. A norm may overflow (in float32 the square of 3e19 is infinite), so if it
+is not finite, the maximum absolute value decides.
 
-Each tensor has a *key* that is equal on all workers and in a later run: the index of a buffer in
-its model, or the index of a parameter and the name of its state. With an overlap the mean arrives
-while training goes on. It is then written to the tensors that have these keys by that time: they
-may have been replaced meanwhile, or belong to a run that was resumed from a checkpoint.
+Each tensor has a *key*, equal on all workers and across restarts: the index of a buffer in the
+model, or the index of a parameter with the name of its state. The mean is written to the current
+tensors with these keys, because tensors may be replaced during a round.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from manyhands._tensors.flat import (
 )
 from manyhands.blocks.averaging._codec import CODECS, Codec
 
-STATES = ("keep", "average", "reset", "average_moments")
-MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's: what fairseq's `average_sync` averages
+STATE_OPTIONS = ("keep", "average", "reset", "average_moments")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam; fairseq's `average_sync` averages them
 
-LARGEST = 1 << 20  # elements in one chunk at most: 4 MiB of float32 stay in the cache
+MAX_CHUNK = 1 << 20  # elements; 4 MiB of float32 fit in the cache
 
 # Values of `WorkerReport.status` other than 1.
-NOT_FINITE = 0.0  # a NaN or an infinity: leave this worker out, and report it
-NOTHING_YET = -1.0  # a worker that has just joined has nothing to contribute
+NOT_FINITE = 0.0  # excluded and reported
+NO_CONTRIBUTION = -1.0  # excluded, because the worker has just joined
 
 # Values of `WorkerReport.samples` below 0: the samples of no step, or only of some, are known.
 SAMPLES_UNKNOWN = -1.0
@@ -59,14 +58,14 @@ SAMPLES_INCOMPLETE = -2.0
 
 
 class Work(NamedTuple):
-    """Steps of one worker, and their samples: its weight in a sync round."""
+    """Steps of a worker, and their samples."""
 
     steps: int = 0
-    counted: int = 0  # of these, the steps whose samples are known
+    counted: int = 0  # steps with a known number of samples
     samples: int = 0  # of the counted steps
 
     def plus(self, samples: int | None) -> Work:
-        """Add a step on this many samples; None: not known."""
+        """Add a step and the number of samples, if known."""
         if samples is None:
             return self._replace(steps=self.steps + 1)
         return Work(self.steps + 1, self.counted + 1, self.samples + samples)
@@ -81,39 +80,33 @@ NO_WORK = Work()
 
 
 class WorkerReport(NamedTuple):
-    """A worker's description of itself.
+    """Numbers about a worker, sent as float64 in the message with the values."""
 
-    All fields are floats, because a report travels as float64 in the same message as the values.
-    """
-
-    step: float = 0.0  # has to be equal on all workers
-    status: float = 1.0  # 1: in the mean; NOT_FINITE or NOTHING_YET: left out of it
-    options: float = 0.0  # a checksum; has to be equal on all workers
-    state_elements: float = 0.0  # of optimizer state, averaged only if every worker has some
-    seconds: float = 0.0  # a step takes on this worker
+    step: float = 0.0  # must be equal on all workers
+    status: float = 1.0  # 1: in the mean; NOT_FINITE or NO_CONTRIBUTION: excluded
+    options: float = 0.0  # a checksum; must be equal on all workers
+    state_elements: float = 0.0  # averaged only if above 0 on every worker
+    seconds: float = 0.0  # per step on this worker
     lr: float = 0.0
-    length: float = 0.0  # steps of the next block; the first worker's number holds for all
-    drawn: float = 0.0  # samples of a `Cursor` that were taken since the last kept round
-    stop: float = 0.0  # 1 if it was asked to stop (`_ranks/stop_notice.py`)
-    taken: float = 0.0  # own steps that its values are the result of
-    samples: float = SAMPLES_UNKNOWN  # on which it took these steps, if they were counted
-    weight: float = 1.0  # of its values in the mean; above 0
+    length: float = 0.0  # of the next block; the first worker's applies to all
+    drawn: float = 0.0  # samples from a `Cursor` since the last completed round
+    stop: float = 0.0  # 1 after a stop notice (`_ranks/stop_notice.py`)
+    taken: float = 0.0  # this worker's steps in these values
+    samples: float = SAMPLES_UNKNOWN  # of these steps
+    weight: float = 1.0  # in the mean; above 0
 
     @property
     def included(self) -> bool:
-        """Whether this worker's values are in the mean."""
         return self.status > 0
 
     @property
     def work(self) -> Work:
-        """The work that this worker's values are the result of."""
         steps = int(self.taken)
         if self.samples < 0.0:
             return Work(steps)
         return Work(steps, steps, int(self.samples))
 
     def with_work(self, work: Work) -> WorkerReport:
-        """Return the report of values that are the result of this work."""
         samples = SAMPLES_UNKNOWN
         if work.counted == work.steps > 0:
             samples = float(work.samples)
@@ -122,70 +115,66 @@ class WorkerReport(NamedTuple):
         return self._replace(taken=float(work.steps), samples=samples)
 
 
-# Numbers that travel with a chunk: a report, and the squared lengths of the values as they are sent
-# and before they are rounded.
+# Numbers sent with a chunk: a report, and squared lengths of the values as sent and unrounded.
 REPORT = len(WorkerReport._fields) + 2
 
 
 class Payload:
-    """Tensors of one type on one device, as one flat sequence of `length` elements."""
+    """Tensors of one type and device, as a flat sequence of `length` elements."""
 
     length: int
     dtype: torch.dtype
     device: torch.device
     codec: Codec = CODECS["float32"]
-    residual: Tensor | None = None  # (length,): what rounding has cut off so far, if it rounds
+    residual: Tensor | None = None  # (length,): accumulated rounding error
     first_only = False  # broadcast the first worker's values instead of averaging
-    measured = False  # whether its squared length is part of the drift
-    part = 0  # payloads of one part are measured together
+    measured = False  # whether the drift includes this payload
+    part = 0  # the drift is measured for each part
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` with the elements from `start` on."""
         raise NotImplementedError
 
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        """Take in the mean of the elements from `start` on. They are not read again.
+        """Store the mean of the elements from `start`, which are not read again.
 
-        `mean` belongs to the caller and is reused: copy what has to stay. `result.reports` is
-        complete; the squared lengths are not yet.
+        The caller reuses `mean`. `result.reports` is complete, but squared lengths are not.
         """
         raise NotImplementedError
 
 
 def fingerprint(options: object) -> float:
-    """Return a checksum of the options as a float, which all collectives can carry exactly."""
+    """Return a checksum as a float, which all collectives transfer exactly."""
     return float(zlib.crc32(repr(options).encode()))
 
 
 class Squares:
-    """Squared lengths of the differences of a part of the payloads."""
+    """Squared lengths of the differences in a part of the payloads."""
 
     def __init__(self, workers: int) -> None:
-        self.by_rank = [0.0] * workers  # as sent; 0 for those that are not finite
+        self.by_rank = [0.0] * workers  # as sent; 0 if not finite
         self.exact = [0.0] * workers  # before rounding; not saved
         self.of_mean = 0.0
 
 
 @dataclass
 class RoundResult:
-    """The result of a sync round. Equal on all workers, bit for bit."""
+    """The result of a sync round, bitwise equal on all workers."""
 
     reports: list[WorkerReport] = field(default_factory=list)  # by rank
-    parts: list[Squares] = field(default_factory=list)  # one for each optimizer
+    parts: list[Squares] = field(default_factory=list)  # by optimizer
 
     @property
     def included(self) -> list[int]:
-        """The ranks whose values are in the mean."""
         return [rank for rank, report in enumerate(self.reports) if report.included]
 
     def weights(self, ranks: Sequence[int]) -> list[float]:
-        """Return the weights of these ranks in their mean: all 1 if they are equal."""
+        """Return the weights of these ranks in the mean: all 1 if equal."""
         weights = [self.reports[rank].weight for rank in ranks]
         return [1.0] * len(weights) if len(set(weights)) == 1 else weights
 
     @property
     def first_report(self) -> WorkerReport:
-        """The first included rank's report. Its learning rate and block length hold for all."""
+        """The first included rank's report, which decides learning rate and block length."""
         return self.reports[(self.included or [0])[0]]
 
     @property
@@ -195,11 +184,10 @@ class RoundResult:
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all numbers in these tensors are finite."""
     for same in group_by_type([local_shard(tensor).detach() for tensor in tensors]):
         if same[0].is_complex():
             same = list(map(torch.view_as_real, same))
-        # One fused kernel and one wait for the device, instead of one for each tensor.
+        # One fused kernel and one device synchronization, instead of one per tensor.
         lengths = torch._foreach_norm(same, dtype=accumulation_dtype(same[0].dtype))
         if torch.stack(lengths).isfinite().all():
             continue
@@ -210,14 +198,13 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def _has_finite_maximum(values: Tensor) -> bool:
-    # The maximum norm needs no second tensor of this size, as `isfinite()` would.
+    # Unlike `isfinite()`, this allocates no tensor of this size.
     return bool(torch.linalg.vector_norm(values, float("inf")).isfinite())
 
 
 def is_payload_finite(payload: Payload) -> bool:
-    """Return whether all numbers in a payload are finite, read chunk by chunk."""
-    memory = torch.empty(min(LARGEST, payload.length), dtype=payload.dtype, device=payload.device)
-    for start in range(0, payload.length, LARGEST):
+    memory = torch.empty(min(MAX_CHUNK, payload.length), dtype=payload.dtype, device=payload.device)
+    for start in range(0, payload.length, MAX_CHUNK):
         chunk = memory[: payload.length - start]
         payload.read(start, chunk)
         if not torch.isfinite(norm(chunk)) and not _has_finite_maximum(chunk):
@@ -225,12 +212,10 @@ def is_payload_finite(payload: Payload) -> bool:
     return True
 
 
-# -- tensors that are averaged as they are ---------------------------------------------------------
+# -- tensors averaged in place ---------------------------------------------------------------------
 
 
 class TensorPayload(Payload):
-    """Tensors of one type on one device, read and written in place."""
-
     def __init__(self, tensors: Mapping[str, Tensor], first_only: bool = False) -> None:
         first = local_shard(next(iter(tensors.values())))
         self.tensors = tensors
@@ -241,7 +226,6 @@ class TensorPayload(Payload):
         self.first_only = first_only
 
     def snapshot(self) -> SnapshotPayload:
-        """Return a copy of the values as they are now."""
         copied = torch.empty(self.length, dtype=self.dtype, device=self.device)
         self.read(0, copied)
         sizes = [stop - start for start, stop in self._vector.spans]
@@ -251,15 +235,14 @@ class TensorPayload(Payload):
         self._vector.read(start, out)
 
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        if result.included:  # with no finite worker there is no mean: keep what is here
+        if result.included:
             self._vector.write(start, mean)
 
 
 class SnapshotPayload(Payload):
-    """A copy of a `TensorPayload`. The mean overwrites the copy, and `copy_to` writes it back.
+    """A copy of a `TensorPayload`, overwritten with the mean. `copy_to` writes the mean back.
 
-    Needed where the tensors change while the copy travels (overlap), or where the sync round may
-    be undone (elastic members).
+    Used if the tensors change during the round (overlap), or if the round may be undone (crew).
     """
 
     def __init__(
@@ -280,7 +263,7 @@ class SnapshotPayload(Payload):
         self.values[start : start + mean.numel()].copy_(mean)
 
     def copy_to(self, result: RoundResult, tensors: Mapping[str, Tensor]) -> None:
-        """Set the tensors with these keys to the mean; skip keys that are gone."""
+        """Set the tensors with these keys, if they still exist, to the mean."""
         if not result.included:
             return
         for key, mean in zip(self.keys, self.values.split(self.sizes), strict=True):
@@ -291,12 +274,11 @@ class SnapshotPayload(Payload):
                 vector.write(0, mean)
 
     def saved(self) -> dict[str, object]:
-        """Return the mean in plain values and a tensor."""
         return {"keys": self.keys, "sizes": self.sizes, "mean": self.values}
 
 
 def make_payloads(tensors: Mapping[str, Tensor], first_only: bool = False) -> list[TensorPayload]:
-    """Return one payload for each type and device. Integer and bool tensors are left out."""
+    """Return a payload for each type and device, without integer and bool tensors."""
     groups: dict[object, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.is_complex():
@@ -305,12 +287,10 @@ def make_payloads(tensors: Mapping[str, Tensor], first_only: bool = False) -> li
 
 
 def by_index(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with their index as key."""
     return {str(number): tensor for number, tensor in enumerate(tensors)}
 
 
 def all_params(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups."""
     params: list[Tensor] = []
     for group in optimizer.param_groups:
         params.extend(group["params"])
@@ -318,16 +298,14 @@ def all_params(optimizer: Optimizer) -> list[Tensor]:
 
 
 def trainable_params(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that are not frozen."""
     return [param for param in all_params(optimizer) if param.requires_grad]
 
 
-# -- averaged at the end of a block ---------------------------------------------------------------
+# -- averaged or reset at the end of a block ------------------------------------------------------
 
 
 def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Return the state tensors that have their parameter's shape, in one order on all workers."""
-    # Steps and other scalars are not averaged: they are equal, or each worker's own.
+    """Return state tensors with the shape of a parameter, but no scalars, in a fixed order."""
     found = {}
     for number, param in enumerate(all_params(optimizer)):
         if not param.requires_grad:
@@ -341,7 +319,7 @@ def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> di
 
 
 def drop_nonfinite_state(optimizer: Optimizer) -> bool:
-    """Delete the state of each parameter whose state is not all finite; return if there was one."""
+    """Delete non-finite state, by parameter; return whether there was any."""
     dropped = False
     for param, state in list(optimizer.state.items()):
         if not isinstance(param, Tensor):
@@ -357,12 +335,10 @@ def drop_nonfinite_state(optimizer: Optimizer) -> bool:
 
 
 class Extras:
-    """The model's buffers and the optimizer state, which are averaged or reset at a block's end.
+    """Buffers and optimizer state, averaged or reset at the end of a block.
 
-    An optimizer does not know its model. Without `model`, the garbage collector is searched for
-    the smallest module that has all of the parameters, or for those that have some of them.
-
-    `buffers` and `state` are the options of `Blocks`.
+    Without `model`, `_find_modules` searches the garbage collector for the model of the parameters.
+    `buffers` and `state` are options of `Blocks`.
     """
 
     def __init__(
@@ -375,11 +351,11 @@ class Extras:
     ) -> None:
         self.optimizer = optimizer
         modules = [model] if model is not None else _find_modules(all_params(optimizer))
-        # Weak references: an optimizer must not keep the model's memory alive.
+        # Weak references, because an optimizer must not extend the model's lifetime.
         self._modules = [weakref.ref(module) for module in modules]
         self.buffers = buffers
         self.state = state
-        # The state to return to, before the first step (Adagrad has some, most have none).
+        # The state before the first step, which `reset_state` restores (Adagrad has some).
         self.initial_state: dict[Any, Any] = {}
         inner = self._innermost
         if resets_state and inner.state:
@@ -387,7 +363,6 @@ class Extras:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that the buffers belong to, as far as they still exist."""
         found = []
         for reference in self._modules:
             module = reference()
@@ -396,7 +371,7 @@ class Extras:
         return found
 
     def buffer_tensors(self) -> list[Tensor]:
-        """Return the model's buffers as they are now, each once; none if workers keep theirs."""
+        """Return the model's current buffers without duplicates, or none if not synchronized."""
         found: dict[int, Tensor] = {}
         if self.buffers != "keep":
             for module in self.modules:
@@ -409,11 +384,9 @@ class Extras:
 
     @property
     def averages_state(self) -> bool:
-        """Whether optimizer state is averaged at the end of a block."""
         return self.state not in ("keep", "reset")
 
     def state_payloads(self) -> list[TensorPayload]:
-        """Return the optimizer's state to be averaged at a block's end; none by default."""
         if not self.averages_state:
             return []
         only = MOMENTS if self.state == "average_moments" else None
@@ -421,11 +394,11 @@ class Extras:
 
     @property
     def _innermost(self) -> Optimizer:
-        # A scaling rule around it has separate statistics, which stay.
+        # Scaling rules around this optimizer preserve their statistics.
         return unwrap(self.optimizer)[-1]
 
     def reset_state(self) -> None:
-        """Reset the inner optimizer's state; options such as `lr` stay as they are."""
+        """Reset the inner optimizer's state, but not options such as `lr`."""
         inner = self._innermost
         inner.state.clear()
         if self.initial_state:
@@ -434,7 +407,7 @@ class Extras:
 
 
 def _find_modules(params: Sequence[Tensor]) -> list[nn.Module]:
-    """Return the smallest module with all parameters, or the outermost ones with some of them."""
+    """Return the smallest module with all parameters, or the outermost modules with some."""
     candidates = list(modules_holding(params))
     complete = [module for module, found in candidates if len(found) == len(set(map(id, params)))]
     if complete:
@@ -443,6 +416,6 @@ def _find_modules(params: Sequence[Tensor]) -> list[nn.Module]:
     for module, _ in candidates:
         children.update(map(id, module.children()))
     roots = [(module, found) for module, found in candidates if id(module) not in children]
-    # The collector's order differs between workers; the parameters' order does not.
+    # The collector's order differs between workers, but the parameters' order does not.
     roots.sort(key=lambda pair: min(pair[1]))
     return [module for module, _ in roots]

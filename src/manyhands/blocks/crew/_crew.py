@@ -1,61 +1,65 @@
-"""Agree on every round with workers that join, leave, stall and die.
+"""`Crew`: sync rounds between workers that join, leave, stall and die.
 
-A *round* is one exchange between the members of a *generation*, which share a process group. It is
-kept if every member reports that everything has arrived, and undone otherwise, with one decision
-for all. The next generation begins after an undone round, and when a process waits to join or a
-member has left.
+A *round* is an exchange between the members of a *generation*, which share a process group. A round
+is kept if every member reports that all data has arrived, and undone otherwise; all members get the
+same decision. A new generation starts after an undone round, when a process waits to join, or when
+a member has left.
 
     crew = Crew()
-    crew.join(version, facts)               version: how far this worker is (`Version`)
+    crew.join(version, facts)               version: this worker's progress (`Version`)
     while training:
-        if crew.joiners:                    they need the state, which `source` sends over `group`
+        if crew.joiners:                    joiners need the state of `source`
             transfer_state(crew.group, crew.source, crew.joiners); crew.settle(True)
         take_steps()
         start_exchange(crew.group)
         try:
-            crew.wait(finished)             raises WorkerLost if waiting cannot succeed
+            crew.wait(finished)             raises WorkerLost if the round cannot succeed
         except WorkerLost:
             crew.abort()
-        if crew.settle(arrived):            the same answer for all members
+        if crew.settle(arrived):            equal on all members
             version = Version(version.rounds + 1)
         if crew.regroup_due:
             crew.regroup(version)
-    if crew.close(steps):                   all others finished after equally many steps
+    if crew.close(steps):                   all other members finished after equal steps
         exchange_a_last_time()
     crew.leave()
 
-_roster.py has the decisions that members share. _enrollment.py compares the options of workers, and
-lets a process into a generation. The state itself belongs to the caller.
+_roster.py contains the shared decisions. _enrollment.py compares the options of workers and admits
+processes to a generation. The training state belongs to the caller.
 
-`GraceWindow` says how long to wait for a late member, judged by the time that earlier rounds took.
-Waiting has a cost: each of the other n - 1 members loses a second for every second. Going on
-without the late member has one, too: it loses its block, and all members regroup twice, to go on
-without it and to let it in again. Members that wait until the first cost equals the second, and
-then go on, lose at most twice as much as if they had known how late the member would be.
+The members of a generation are connected by a gloo group that can be aborted. gloo cannot cancel a
+message to a suspended process: `abort` returns immediately and has no effect (torch 2.13), so the
+message waits for the timeout. On Linux, we therefore shut down the connections of the group, and
+every pending message fails at both ends.
 
-    usual      median + 4 MAD of the last waits; MAD is the median distance from the median
-    worth      (block + 2 n regroup) / (n - 1): so long waiting costs less than going on
-    window     the larger of the two, and at least SHORTEST
-
-    block      median time of this member's last blocks
-    regroup    median time of its last regroupings
+In rare cases, a message still waits for the timeout: if the sending thread finds the connection
+broken, gloo forgets the message. The destructor of the group waits for the thread, so groups are
+destroyed in a separate thread.
 """
 
 from __future__ import annotations
 
 import atexit
-import math
 import os
+import socket
+import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import median
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from manyhands._arguments import number_in, real, whole
+from manyhands._ranks.groups import (
+    HeldGroup,
+    gloo_devices,
+    group_closer,
+    make_gloo,
+    open_pairs,
+    shut_connections,
+)
 from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.stop_notice import stop_notice
@@ -67,58 +71,55 @@ from manyhands.blocks.crew._enrollment import (
     Siblings,
     check_not_failed,
 )
+from manyhands.blocks.crew._grace import GraceWindow
 from manyhands.blocks.crew._roster import NO_VERSION, WATCHED, Roster, Version
 from manyhands.blocks.crew._store import (
+    FIRST_PAUSE,
     PREFIX,
     SharedRoster,
+    SignedStore,
     Signer,
     StoreClient,
-    parse_address,
-)
-from manyhands.blocks.crew._transport import (
-    FIRST_PAUSE,
-    GlooTransport,
     StoreConnection,
-    check_interface,
     next_pause,
+    own_address,
+    parse_address,
 )
 from manyhands.errors import StoreLost, WorkerLost
 
-PATIENCE = 600.0  # seconds, unless others are given
+PATIENCE = 600.0  # seconds, default
 AUTO = "auto"
 PATIENCE_NEEDS = f'It is at least as long as stall, or "{AUTO}".'
 REPEAT_ARRIVAL = 1.0  # seconds until a worker reports its arrival again
-SHORTEST = 1.0  # seconds; on a busy host living members may be late by less than that
-KNOWN = 3  # waits that are needed to know the usual one
-REGROUP = 1.0  # seconds that a regrouping is assumed to take until one was timed
+CONNECT_TIMEOUT = 30.0  # seconds within which all members must connect
 JOINED_ALREADY = (
-    "this worker has joined the crew already. Wrap several optimizers, such as Muon and AdamW, in "
-    "one list: mh.DiLoCo([muon, adamw], crew=crew). To change the members, call regroup()."
+    "this worker has joined the crew already. Wrap multiple optimizers, such as Muon and AdamW, in "
+    "a single list: mh.DiLoCo([muon, adamw], crew=crew). To change the members, call regroup()."
 )
 
 Number = TypeVar("Number", int, float)
 
 
 class Crew:
-    """The workers of a run, and this worker's place among them.
+    """The workers of a run, and this worker's membership.
 
     `store` is "host:port" of a torch TCPStore. `number` identifies this worker; a restarted worker
-    keeps its number. `expected` is the number of workers at the start. A worker without a heartbeat
-    for `stall` seconds is considered lost; a live one is waited for, up to `patience` seconds. With
-    `patience="auto"` the others wait as long as that costs less than going on without it, judged by
-    the time that earlier rounds took.
-    No round is held by fewer than `quorum` workers: if fewer are left, they wait for others to
-    come. Workers that have finished count as well. With a quorum above 1, a worker that is cut off
-    from the store waits until it can reach the store again, and joins again.
-    A worker may consist of several processes that train one model together, as under DDP or FSDP:
-    `inner_group` is their process group, and all of them have the same number.
-    All workers sign what they write to the store with `secret`, the same text on every worker, and
-    ignore everything in the store that is not signed with it.
-    Arguments that are left out come from the environment that `manyhands run` sets:
+    uses the same number. `expected` is the number of workers at the start. A worker without a
+    heartbeat for `stall` seconds is considered lost. Members wait up to `patience` seconds for a
+    living worker. With `patience="auto"`, members wait as long as waiting costs less than
+    proceeding, estimated from the durations of earlier rounds.
+    A round needs at least `quorum` workers; with fewer workers, members wait for new workers.
+    Finished workers count as well. With a quorum above 1, a worker that is cut off from the store
+    waits until the store is reachable, and joins again.
+    A worker may consist of multiple processes that train a model together, as with DDP or FSDP.
+    Pass their process group as `inner_group`, and the same number in all of these processes.
+    Workers sign all values in the store with `secret`, which must be equal on every worker, and
+    ignore values without a valid signature.
+    Omitted arguments are read from environment variables that `manyhands run` sets:
     MANYHANDS_STORE, MANYHANDS_SECRET, MANYHANDS_WORKER, MANYHANDS_WORKERS, MANYHANDS_STALL,
     MANYHANDS_PATIENCE and MANYHANDS_QUORUM.
 
-    Without a store it is a crew of one worker: there are no threads, and every round is kept.
+    Without a store, the crew has a single worker, starts no threads, and keeps every round.
 
     >>> import torch, manyhands as mh
     >>> param = torch.nn.Parameter(torch.zeros(1))
@@ -142,14 +143,15 @@ class Crew:
     ) -> None:
         self.inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         self.store = store or os.environ.get("MANYHANDS_STORE") or None
+        self._connection: StoreConnection | None = None  # None without a store
         if self.store:
-            parse_address(self.store)  # raises if it is malformed
+            parse_address(self.store)  # raises if malformed
             stop_notice.in_crew = True
-        if self.store and number is None and not os.environ.get("MANYHANDS_WORKER"):
-            raise ValueError(
-                "a worker of a crew needs a number that no other worker has, and got none. Set "
-                "MANYHANDS_WORKER (`manyhands run` does), or give number=."
-            )
+            if number is None and not os.environ.get("MANYHANDS_WORKER"):
+                raise ValueError(
+                    "a worker of a crew needs a unique number, and got none. Set MANYHANDS_WORKER "
+                    "(`manyhands run` does), or pass number=."
+                )
         self.number = whole("number", _or_environment(number, "MANYHANDS_WORKER", int, 0))
         self.expected = whole("expected", _or_environment(expected, "MANYHANDS_WORKERS", int, 1), 1)
         self.stall = real("stall", _or_environment(stall, "MANYHANDS_STALL", float, 5.0), least=0.1)
@@ -164,16 +166,16 @@ class Crew:
         self.quorum = whole("quorum", _or_environment(quorum, "MANYHANDS_QUORUM", int, 1), 1)
         if self.quorum > 1 and self.inner.size > 1:
             raise ValueError(
-                "a quorum is for workers of one process: the processes of an inner_group cannot "
-                "wait for the store and join again, each by itself. Leave quorum out."
+                f"quorum must be 1 for workers with multiple processes, got {self.quorum}. The "
+                "processes of an inner_group cannot wait for the store and join again separately. "
+                "Remove quorum."
             )
         self.regroup_due = False
         self._membership = Membership()
         self._round = 0  # index of the current round of this generation
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
         self._transport: GlooTransport | None = None
-        self._connection: StoreConnection | None = None  # None without a store
-        if self.store is not None:
+        if self.store:
             self._connection = StoreConnection(self.store, Signer.from_environment(secret))
 
     @property
@@ -191,7 +193,7 @@ class Crew:
 
     @property
     def source(self) -> int:
-        """The rank that sends joiners the state."""
+        """The rank that sends state to joiners."""
         return self._membership.source
 
     @property
@@ -205,37 +207,36 @@ class Crew:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The members' gloo group (a ProcessGroupGloo); None for a worker that is alone."""
+        """The members' gloo group (a ProcessGroupGloo); None in a crew of a single worker."""
         return None if self._transport is None else self._transport.group
 
     @property
     def run(self) -> str | None:
-        """The name of the run, which its first worker has drawn; None before this worker joins."""
+        """The name of the run, drawn by the first worker; None before this worker joins."""
         return None if self._enrollment is None else self._enrollment.shared.roster.run
 
     @property
     def ignored(self) -> int:
-        """Values in the store that this worker ignored, because no member can have written them."""
+        """Number of values in the store that this worker ignored as invalid."""
         return 0 if self._connection is None else self._connection.signer.ignored
 
     # -- joining and leaving -------------------------------------------------------------------
 
     def join(self, version: Version = NO_VERSION, facts: MemberFacts = NO_FACTS) -> None:
-        """Join the crew: return when this worker is in a generation.
+        """Join the crew; return after this worker has become a member of a generation.
 
-        `version` says how far it is, as from a checkpoint.
-        All workers must have equal `facts`. If they differ, an error names the differences, before
-        the other workers have noticed this one.
+        `version` is this worker's progress, for example from a checkpoint. All workers must have
+        equal `facts`. Differences raise an error before other workers have noticed this worker.
         """
         if self.members or self._enrollment is not None:
             raise RuntimeError(JOINED_ALREADY)
         if self._connection is None:
             self._begin_alone()
             return
-        check_interface()
+        _check_interface()
         try:
             self._enroll(self._connection, facts)
-            # A script that ends without leave() is lost. The others need not wait for its silence.
+            # Other members need not wait for a heartbeat if a script ends without leave().
             atexit.register(self._depart)
             self._enter(version)
         except BaseException:
@@ -245,10 +246,9 @@ class Crew:
             self._grace.begin_block()
 
     def _enroll(self, connection: StoreConnection, facts: MemberFacts) -> None:
-        """Connect to the store, and check that this worker fits the others."""
-        store = connection.store
+        """Connect to the store, and compare this worker's facts with the run."""
         monitor = HeartbeatMonitor(self.stall)
-        client = StoreClient(store, monitor.interval, connection.signer)
+        client = StoreClient(connection.store, monitor.interval, connection.signer)
         try:
             shared = SharedRoster(client, monitor, self.inner.size)
             former = frozenset() if self._enrollment is None else self._enrollment.own_ids
@@ -264,7 +264,7 @@ class Crew:
                 self._enrollment.close()
             if isinstance(error, StoreLost):
                 raise
-            raise StoreLost(store, error) from error  # there is no route to it
+            raise StoreLost(connection.store, error) from error  # no route to the store
 
     def regroup(self, version: Version) -> None:
         """Form the next generation with all living members and all waiting processes."""
@@ -285,14 +285,14 @@ class Crew:
             self._grace.begin_block()
 
     def _note_cut(self) -> None:
-        """Let this worker join again, with a quorum; else raise the error that is handled."""
+        """With a quorum, schedule a return to the lost store; else re-raise the current error."""
         if self.quorum == 1:
             raise
         self._joined().cut_off = True
         self.regroup_due = True
 
     def _return_to_store(self, connection: StoreConnection) -> None:
-        """Wait until the store answers again; this worker then comes as a new process."""
+        """Wait until the store answers again, and enroll as a new process."""
         former = self._joined()
         self._disconnect()
         former.close()
@@ -305,33 +305,33 @@ class Crew:
             except StoreLost:
                 if time.monotonic() > until:
                     raise
-                time.sleep(1.0)  # without a route there is an answer at once
-        # No generation has our new id, and a store that was started again counts from 1.
+                time.sleep(1.0)  # without a route, connecting fails immediately
+        # No generation contains the new id. A restarted store counts generations from 1.
         self._membership = Membership()
 
     def leave(self) -> None:
-        """Leave because this worker is done. The others go on without waiting for it.
+        """Leave because this worker is done. Other members continue without waiting.
 
-        When the last members have left, the run is finished. A worker that comes later gets
+        The run is finished after the last members have left. Workers that join later raise
         CrewFinished.
         """
         self._depart(left=True)
 
     def drop_out(self) -> None:
-        """Leave as if dead, so that the others do not wait for this worker."""
+        """Leave like a dead worker, so that no member waits for this worker."""
         self._depart()
 
     def abort(self) -> None:
-        """Make every message that waits in the group fail, here and on the other members.
+        """Fail all pending messages of the group, here and on other members.
 
-        The group is unusable afterwards. Threads that wait in it end within milliseconds, with
-        rare exceptions (_transport.py): do not wait for them.
+        The group is unusable afterwards. Threads that wait in the group end within milliseconds,
+        with rare exceptions (see above): do not wait for these threads.
         """
         if self._transport is not None:
             self._transport.abort()
 
     def _depart(self, left: bool = False) -> None:
-        """Tell the members that this worker is gone: it has left, or it ends (`atexit`)."""
+        """Tell the members that this worker has left or ends (`atexit`)."""
         enrollment = self._enrollment
         self._enrollment = None
         self._membership = replace(self._membership, members=())  # the rank decides who saves
@@ -339,14 +339,13 @@ class Crew:
         if enrollment is None or enrollment.process != os.getpid():
             return
         id = enrollment.id
-        shared = enrollment.shared
         try:
             if left:
-                shared.change(lambda roster: roster.without(id, left=True))
+                enrollment.shared.change(lambda roster: roster.without(id, left=True))
             else:
-                shared.change(lambda roster: roster.fail(id))
+                enrollment.shared.change(lambda roster: roster.fail(id))
         except StoreLost:
-            pass  # the others cannot reach the store either
+            pass  # members cannot reach the store either
         finally:
             enrollment.close()
             self._disconnect()
@@ -354,9 +353,9 @@ class Crew:
     # -- a round -------------------------------------------------------------------------------
 
     def wait(self, done: Callable[[float], bool]) -> None:
-        """Call `done(seconds)`, which waits up to that long, until it returns True.
+        """Call `done(seconds)`, which waits up to this long, until it returns True.
 
-        Raise WorkerLost as soon as the round cannot be kept any more.
+        Raise WorkerLost as soon as the round cannot be kept.
         """
         began = time.monotonic()
         pause = FIRST_PAUSE
@@ -374,16 +373,16 @@ class Crew:
             pause = next_pause(pause, self.size)
 
     def is_awaited(self, steps: int) -> bool:
-        """Return whether the others regroup, at fewer steps than this newcomer has taken.
+        """Return whether members regroup after fewer steps than this newcomer has taken.
 
-        They hold a round that it does not know of. Then `regroup_due` is set.
+        These members run a round unknown to the newcomer. If so, set `regroup_due`.
         """
         if self._enrollment is None or not self._enrollment.shared.may_look():
             return False
         try:
             roster = self._enrollment.shared.refresh()
         except StoreLost:
-            return False  # the next round finds it lost, too
+            return False  # the next round raises the error
         awaited = roster.generation != self.generation
         for member in roster.waiting:
             if member.id in roster.ids and member.version.steps < steps:
@@ -392,16 +391,16 @@ class Crew:
         return awaited
 
     def begin_blocks(self) -> None:
-        """Forget how long rounds took: those of a warm-up come after each step."""
+        """Discard measured durations after a warm-up, in which rounds follow every step."""
         if self._grace is not None:
             self._grace.forget_rounds()
 
     def close(self, steps: int) -> bool:
-        """Announce that this worker is done; return whether to hold a last round before it leaves.
+        """Announce that this worker is done; return whether to run a last round before leaving.
 
-        True once all others have finished after equally many steps. False if they go on, or have
-        taken more steps: they hold their next round without this worker, as if it had died. With a
-        quorum, also False if this worker cannot reach the store: then `regroup_due` is set.
+        True if all other members finish after the same number of steps. False if members continue
+        or have taken more steps: these members run the next round without this worker, as after a
+        death. With a quorum, also False if the store is unreachable: then `regroup_due` is set.
         """
         if self._enrollment is None or self.size == 1 == self.inner.size:
             return True
@@ -412,7 +411,7 @@ class Crew:
             return False
 
     def _close(self, enrollment: Enrollment, steps: int) -> bool:
-        """Announce the end, and wait up to `patience` seconds for announcements of the others."""
+        """Announce the end, and wait up to `patience` seconds for all other announcements."""
         generation = self.generation
         round_index = self._round
         shared = enrollment.shared
@@ -427,8 +426,9 @@ class Crew:
             if roster.generation != generation or own not in closing:
                 return False
             all_known = {*closing, *roster.gone, *shared.silent} >= {*roster.ids}
-            # One that saw before us who is lost has ended the generation, and asks for the next
-            # one, to hold the last round there. If one that trains on has ended it, we leave.
+            # A closing member that noticed a loss earlier has ended the generation, and waits for
+            # the last round in the next generation. If a training member has ended the generation,
+            # leave.
             regrouping = roster.waiting_ids.intersection(roster.ids)
             if (all_known or regrouping & closing.keys()) and {*closing.values()} == {steps}:
                 return True
@@ -440,18 +440,18 @@ class Crew:
             roster = shared.refresh()
 
     def settle(self, arrived: bool, sync_round: bool = True) -> bool:
-        """Return whether this round is kept: whether every member `arrived`. One answer for all.
+        """Return whether this round is kept, which requires that every member `arrived`.
 
-        `sync_round` is False for a state transfer: before the first sync round there is nothing to
-        lose, and an error ends the run.
+        All members get equal answers. `sync_round` is False for a state transfer: before the first
+        sync round no work can be lost, and an error ends the run.
         """
         if self.store is None:
             self.regroup_due = not arrived
             return arrived
         try:
-            kept = self._settle(arrived, sync_round)
+            kept = self._settle(self._joined(), arrived, sync_round)
         except StoreLost:
-            # The others may have kept it. They are further then, and send this worker their state.
+            # Members may have kept the round. After regrouping, they send their state.
             self._note_cut()
             return False
         if self._grace is not None:
@@ -460,9 +460,8 @@ class Crew:
             self._grace.begin_block()
         return kept
 
-    def _settle(self, arrived: bool, sync_round: bool) -> bool:
-        """Report if the round has arrived here, and wait until the roster says: kept, or undone."""
-        enrollment = self._joined()
+    def _settle(self, enrollment: Enrollment, arrived: bool, sync_round: bool) -> bool:
+        """Report the arrival, and wait until the roster contains a decision."""
         generation = self.generation
         round_index = self._round
         shared = enrollment.shared
@@ -470,24 +469,23 @@ class Crew:
         pause = FIRST_PAUSE
         reported = -float("inf")
         roster = shared.roster
-        missing = roster.ids  # members whose report has not been seen
+        missing = roster.ids  # members without a known arrival
         while (kept := roster.settled(generation, round_index, enrollment.id)) is None:
             check_not_failed(roster, generation, self.number)
             look = arrived and time.monotonic() - reported > REPEAT_ARRIVAL
             if look:
-                # Report again now and then: a stranger may have erased the first report.
+                # Repeat the report, because a stranger may have erased it.
                 reported = time.monotonic()
                 shared.arrive(generation, round_index, enrollment.id)
-            # The last member to arrive sees all reports, and keeps the round for all. In a large
-            # crew that would be N readings of N reports: there the first member looks, repeatedly.
+            # The last member to arrive sees all reports and keeps the round. In a large crew, N
+            # members would read N reports, so there only the first member looks, repeatedly.
             if len(roster.ids) > WATCHED:
                 look = arrived and enrollment.id == roster.ids[0]
             if look and not (missing := shared.not_arrived(generation, round_index, missing)):
                 roster = shared.change(lambda r: r.keep(generation, round_index, sync_round))
                 continue
             if not arrived or self._find_hindrance(roster, began):
-                # If others have kept the round meanwhile, this changes nothing: the loop then
-                # finds the round kept.
+                # Has no effect if the round was kept concurrently: the loop then finds it kept.
                 roster = shared.change(lambda roster: roster.undo(generation, round_index))
                 continue
             time.sleep(pause)
@@ -495,13 +493,13 @@ class Crew:
             roster = shared.refresh()
         self._round += 1
         self.regroup_due = roster.ends_with(generation, round_index, enrollment.id)
-        # All members have connected by now, so the addresses are not needed any more.
+        # After the first round all members have connected and no longer need addresses.
         if kept and round_index == 0 and self.rank == self.inner.rank == 0:
             shared.sweep(generation)
         return kept
 
     def _find_hindrance(self, roster: Roster, began: float) -> tuple[str, tuple[int, ...]] | None:
-        """Return why a round that is waited for cannot be kept, and the numbers of those lost."""
+        """Return the reason why a round cannot be kept, and the numbers of lost workers."""
         closing = roster.closing_at(self._round)
         if closing and roster.generation == self.generation and self._joined().id not in closing:
             numbers = tuple(sorted(set(map(roster.worker_of, closing))))
@@ -517,15 +515,15 @@ class Crew:
 
     @property
     def _longest_wait(self) -> float:
-        """Seconds for which a living member is waited for."""
+        """Seconds to wait for a living member."""
         if self._grace is None:
             return self.patience
         return min(self.patience, self._grace.seconds(self.size))
 
     def _lost(self, roster: Roster) -> tuple[int, ...]:
-        """Return the numbers of the lost members, as far as this worker knows."""
+        """Return the numbers of the members known to be lost."""
         if roster.generation != self.generation:
-            return (self.number,)  # the others went on without this worker
+            return (self.number,)  # a later generation excludes this worker
         lost = (self._joined().shared.silent | roster.gone) & set(roster.ids)
         return tuple(sorted(set(map(roster.worker_of, lost))))
 
@@ -537,52 +535,56 @@ class Crew:
     # -- from one generation to the next -------------------------------------------------------
 
     def _begin_alone(self) -> None:
-        """Begin a generation of this worker alone: a crew without a store."""
+        """Start a generation of this worker alone, in a crew without a store."""
         self._membership = Membership(self.generation + 1, (self.number,))
         self.regroup_due = False
 
     def _enter(self, version: Version) -> None:
-        """Ask for the next generation until this worker is in one whose members are connected."""
+        """Join generations until the members of a generation are connected."""
         enrollment = self._joined()
         longest_wait = self._longest_wait
         shared = enrollment.shared
         if enrollment.id not in shared.refresh().ids:
             enrollment.begin_incarnation()
         while True:
-            # The old group has other members. It ends in the background, without a wait.
             self._disconnect()
             roster = enrollment.wait_for_generation(version, self.generation, longest_wait)
-            self._membership = Membership.of(roster, self.number)
+            members = roster.workers
+            rank = members.index(self.number)
+            self._membership = Membership(
+                roster.generation, members, rank, roster.source, roster.joiners
+            )
             self._round = 0
             self.regroup_due = False
             if roster.all_lost:
                 warn(
-                    "all workers of this run were lost at once, and with them all that they had "
-                    "agreed on. Training begins again with what this script starts from: let it "
-                    "load the last checkpoint, if there is one.",
+                    "all workers of this run were lost at once, including the state that they had "
+                    "agreed on. Training restarts from the initial state of this script: load the "
+                    "last checkpoint, if there is one.",
                     RuntimeWarning,
                 )
             if not self._connect():
                 shared.change(lambda roster: roster.undo(self.generation, 0))
-            # Each inner rank has a separate group, and one of these may have failed. So a
-            # round decides, for all processes of all workers, whether everything is connected.
+            # Each inner rank has a separate group, and one of these groups may have failed. A round
+            # decides for all processes of all workers whether everything is connected.
             elif self.inner.size == 1 or self.settle(True, sync_round=False):
                 return
 
     def _disconnect(self) -> None:
+        """Abort the group, which ends in the background."""
         if self._transport is not None:
             self._transport.release()
             self._transport = None
 
     def _connect(self) -> bool:
-        """Connect the members; return False if that failed, or if a member was lost meanwhile."""
+        """Connect the members; return False if that fails or a member is lost."""
         if self.size == 1 or self._connection is None:
             return True
         prefix = f"{PREFIX}group/{self.generation}/{self.inner.rank}"
         transport = GlooTransport(self._connection, prefix, self.rank, self.size, self.patience)
         self._transport = transport
         try:
-            # Not a plain join of the transport's thread: a member may die before it connects.
+            # Unlike a join of the thread, `wait` detects members that die before connecting.
             self.wait(transport.wait)
         except WorkerLost:
             connected = False
@@ -596,7 +598,7 @@ class Crew:
 
 @dataclass(frozen=True)
 class Membership:
-    """A generation, and the rank of this worker in it."""
+    """A generation, and the rank of this worker."""
 
     generation: int = 0
     members: tuple[int, ...] = ()
@@ -604,66 +606,87 @@ class Membership:
     source: int = 0
     joiners: tuple[int, ...] = ()
 
-    @classmethod
-    def of(cls, roster: Roster, number: int) -> Membership:
-        members = roster.workers
-        rank = members.index(number)
-        return cls(roster.generation, members, rank, roster.source, roster.joiners)
+
+class GlooTransport:
+    """A gloo group that connects in a separate thread, because connecting waits for all members."""
+
+    def __init__(
+        self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
+    ) -> None:
+        self.group: dist.ProcessGroup | None = None  # set after all members have connected
+        self._held: HeldGroup | None = None  # set when the group is created
+        self.error: Exception | None = None
+        self._aborted = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._connect,
+            args=(connection, prefix, rank, size, timeout),
+            name="manyhands transport",
+            daemon=True,
+        )
+        group_closer.await_at_end(self._thread)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to this long; return whether there is a group or an error."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def abort(self) -> None:
+        """Fail all pending messages of the group, at both ends."""
+        self._aborted = True
+        with self._lock:  # prevents a concurrent release
+            if self._held is not None:
+                shut_connections(self._held.epolls)
+
+    def release(self) -> None:
+        """Abort, and destroy the group in the background."""
+        # The thread that drops the last reference waits for the group's threads, so drop the
+        # reference in a thread of `group_closer`.
+        self.abort()
+        with self._lock:  # the connecting thread may release concurrently
+            held = self._held
+            self._held = None
+            self.group = None
+        if held is not None:
+            group_closer.close_when_unused(held)
+
+    def _connect(
+        self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
+    ) -> None:
+        try:
+            client = connection.acquire()
+            seconds = min(timeout, CONNECT_TIMEOUT)
+            store = SignedStore(client, prefix, connection.signer, seconds)
+            limit = timedelta(seconds=seconds)
+            held = make_gloo(store, rank, size, limit, own_address(connection.store))
+            self._held = held
+            store.exchange(rank, size)
+            open_pairs(held.group, rank, size)  # returns after all members have connected
+            held.group._set_default_timeout(timedelta(seconds=timeout))
+            connection.put_back(client)
+            self.group = held.group
+            if self._aborted:  # abort() found no sockets before the group existed
+                self.release()
+        except Exception as error:
+            self.error = error
+
+
+def _check_interface() -> None:
+    """Raise if gloo cannot use the network interface in GLOO_SOCKET_IFNAME."""
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        try:
+            gloo_devices()
+        except RuntimeError as error:
+            here = ", ".join(name for _, name in socket.if_nameindex())
+            raise ValueError(
+                "GLOO_SOCKET_IFNAME must name a network interface of this host that has an "
+                f"address, got {names!r}. The host has {here}."
+            ) from error
 
 
 def _or_environment(
     value: Number | None, variable: str, parse: Callable[[str], Number], default: Number
 ) -> Number:
-    """Return the argument; if it is None, the environment's value; without one, the default."""
+    """Return the argument; if None, the environment variable or the default."""
     return number_in(os.environ, variable, parse, default) if value is None else value
-
-
-class GraceWindow:
-    """The times that one member has seen, and how long it waits because of them."""
-
-    def __init__(self) -> None:
-        self._waits: deque[float] = deque(maxlen=32)  # from its arrival until a round was kept
-        self._blocks: deque[float] = deque(maxlen=8)  # from a kept round until its next arrival
-        self._regroups: deque[float] = deque(maxlen=8)
-        self._began = 0.0  # the present block
-        self._arrived = 0.0  # at the present round
-
-    def begin_block(self) -> None:
-        self._began = time.monotonic()
-
-    def arrive(self) -> None:
-        self._arrived = time.monotonic()
-
-    def keep_round(self) -> None:
-        """Add the times of the present round."""
-        self.add_round(self._arrived - self._began, time.monotonic() - self._arrived)
-
-    def add_round(self, block: float, waited: float) -> None:
-        """Add the times of a round that was kept."""
-        self._blocks.append(block)
-        self._waits.append(waited)
-
-    def add_regroup(self, seconds: float) -> None:
-        self._regroups.append(seconds)
-
-    def forget_rounds(self) -> None:
-        """Forget earlier rounds, because later ones will take a different time."""
-        self._waits.clear()
-        self._blocks.clear()
-
-    def seconds(self, members: int) -> float:
-        """Return how long a crew of this size waits, in seconds; infinity if too little is known.
-
-        >>> window = GraceWindow()
-        >>> for waited in (0.1, 0.3, 0.2):
-        ...     window.add_round(block=12.0, waited=waited)
-        >>> window.seconds(5)  # (12 + 2 * 5 * 1) / 4
-        5.5
-        """
-        if len(self._waits) < KNOWN or members < 2:
-            return math.inf
-        middle = median(self._waits)
-        usual = middle + 4 * median(abs(wait - middle) for wait in self._waits)
-        regroup = median(self._regroups or [REGROUP])
-        worth = (median(self._blocks) + 2 * members * regroup) / (members - 1)
-        return max(usual, worth, SHORTEST)

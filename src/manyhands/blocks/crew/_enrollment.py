@@ -1,30 +1,27 @@
-"""Let a process into a crew: compare its facts, give it an id, wait for the next generation.
+"""Enrollment in a crew: compare facts, assign an id, and wait for the next generation.
 
     enrollment = Enrollment(shared, siblings, expected, patience)
-    enrollment.siblings.agree_on_incarnation(shared)    all processes of the worker count its starts
-    enrollment.check_facts(facts)         or raise: this worker would not fit the others
-    enrollment.begin_incarnation()        a new id, and a heartbeat under it
+    enrollment.siblings.agree_on_incarnation(shared)    count a start of the worker
+    enrollment.check_facts(facts)                       raise if the facts differ from the run
+    enrollment.begin_incarnation()                      take a new id and start a heartbeat
     roster = enrollment.wait_for_generation(version, after=0, longest_wait=600.0)
 
-`Crew` (_crew.py) has the rounds and connections.
+`Crew` (_crew.py) implements rounds and connections.
 
-`MemberFacts` are equal on all workers of a crew: the options, and the tensors that are averaged. A
-worker describes them in a text when it joins. The first worker's text is the run's. A worker whose
-text differs is refused, with an error that names the differences. The ranks of a process group
-compare the same things when the optimizer is made (`_ranks/agreement.py`); a crew's members are
-never all present at one time.
+`MemberFacts` must be equal on all workers of a crew: options and averaged tensors, as JSON text.
+The text of the first worker becomes the text of the run. A worker with a different text is refused
+with an error that lists the differences. (Ranks of a process group compare such facts when the
+optimizer is created, see `_ranks/agreement.py`. The members of a crew are never present together.)
 
     {"options": {"every": "16", ...},
      "parameter": [["encoder.weight", "(4, 3) float32 on cpu"], ...], "buffer": [...]}
 
-Tensors are averaged by position, so their order matters, and only names can reveal a different
-order. If names are unknown, or if two workers have no name in common (one model is wrapped), names
-are not compared.
+Tensors are averaged by position, so the order matters, and only names can reveal a different order.
+Names are not compared if they are unknown or if two workers share no name (one model is wrapped).
 
-With a quorum each worker tries, before it asks to join, to connect to every other one at its
-*door*: a port that accepts connections and closes them. Its request names the workers that it
-cannot reach, and the next generation is the largest set of workers that all reach each other
-(`Roster.together`).
+With a quorum, each worker first tries to connect to all other workers at their *doors*: ports that
+accept and close connections. The request to join lists unreachable workers, and the next generation
+is the largest set of workers that all reach each other (`Roster.together`).
 """
 
 from __future__ import annotations
@@ -47,31 +44,36 @@ from torch import Tensor, nn
 
 from manyhands._ranks.agreement import describe_tensors, names_in
 from manyhands._ranks.ranks import RankGroup
-from manyhands.blocks.crew._kept import ENVIRONMENT, describe_changes
+from manyhands.blocks.crew._fork_server import ENVIRONMENT, describe_changes
 from manyhands.blocks.crew._roster import Member, Roster, Version, number_of
-from manyhands.blocks.crew._store import PREFIX, SharedRoster, parse_address
-from manyhands.blocks.crew._transport import FIRST_PAUSE, next_pause, own_address
+from manyhands.blocks.crew._store import (
+    FIRST_PAUSE,
+    PREFIX,
+    SharedRoster,
+    next_pause,
+    own_address,
+    parse_address,
+)
 from manyhands.errors import CrewFinished, JoinRefused, StoreLost
 
-ANSWER = 2.0  # seconds in which a door must answer
-PAUSE = 0.2  # seconds until a door tries again to accept
-LOOK = 0.05  # seconds until one looks again whether those whose doors do not answer are silent
-START_PATIENCE = 30.0  # seconds that the first workers wait for the other expected ones
-log = logging.getLogger("manyhands")
-
-LOOK_AGAIN = 2.0  # seconds until a worker tries again to reach those that it could not reach
+ANSWER = 2.0  # seconds within which a door must answer
+PAUSE = 0.2  # seconds until a door retries accept()
+LOOK = 0.05  # seconds between two checks whether processes with closed doors are silent
+LOOK_AGAIN = 2.0  # seconds until a worker tries again to reach unreachable workers
+START_PATIENCE = 30.0  # seconds that the first workers wait for the expected number of workers
+LISTED = 3  # number of differences of each kind in an error message
 FINISHED = (
-    "manyhands: the run has ended: all others have left before worker {} was in. Start a new run, "
-    "with a store of its own, to train on."
+    "manyhands: the run has ended: all other workers left before worker {} was in. Start a new run "
+    "with a separate store to continue training."
 )
-LISTED = 3  # differences of a kind in an error message: more add nothing
+log = logging.getLogger("manyhands")
 
 DescribedTensor = tuple[str, str]  # name (empty if unknown), description
 
 
 @dataclass(frozen=True)
 class MemberFacts:
-    """One worker's text."""
+    """Description of a worker's options and tensors."""
 
     text: str
 
@@ -83,9 +85,8 @@ class MemberFacts:
         buffers: Sequence[Tensor],
         modules: Sequence[nn.Module],
     ) -> MemberFacts:
-        """Describe a worker's options and tensors."""
         described = {
-            # As text, so that every option can be compared after a trip through JSON.
+            # As text, because not every option can be converted to JSON.
             "options": {name: str(value) for name, value in options.items()},
             "parameter": _name_all(params, describe_tensors(params, frozen=True), modules),
             "buffer": _name_all(buffers, describe_tensors(buffers), modules),
@@ -97,37 +98,42 @@ class MemberFacts:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def differences(self, text: str, digest: str) -> list[str]:
-        """Return how this worker differs from the run's text, whose checksum is `digest`."""
-        # The checksum comes from the roster, and is right. The text may be missing or forged.
+        """Return the differences from the run's text, whose checksum is `digest`."""
+        # The roster contains the correct checksum. The text may be missing or forged.
         if MemberFacts(text).digest != digest:
-            return ["what it trains (the store does not hold the run's description any more)"]
+            return ["training options (the store no longer contains the run's description)"]
         own = json.loads(self.text)
         run = json.loads(text)
-        found = _option_differences(own.get("options", {}), run.get("options", {}))
+        found = []
+        for name in {**own["options"], **run["options"]}:
+            here = own["options"].get(name, "missing")
+            there = run["options"].get(name, "missing")
+            if here != there:
+                found.append(f"{name}: {here} here, {there} in the run")
         for kind in ("parameter", "buffer"):
-            found += _tensor_differences(kind, own.get(kind, []), run.get(kind, []))
+            found += _tensor_differences(kind, own[kind], run[kind])
         return found
 
 
-NO_FACTS = MemberFacts("{}")
+NO_FACTS = MemberFacts('{"options":{},"parameter":[],"buffer":[]}')
 
 
 class Siblings:
-    """The processes of this worker, which train one model together, and live and die together."""
+    """The processes of this worker, which train a model together and end together."""
 
     def __init__(self, number: int, inner: RankGroup) -> None:
-        self.number = number  # the worker's
+        self.number = number  # of the worker
         self.inner = inner
         self.process_number = number * inner.size + inner.rank
         self.incarnation = 0  # of the worker
-        self.ids: frozenset[str] = frozenset()  # of the other ones in the present generation
+        self.ids: frozenset[str] = frozenset()  # of the other processes in this generation
 
     def agree_on_incarnation(self, shared: SharedRoster) -> None:
-        """Set this worker's incarnation number, identical in all its processes."""
+        """Set this worker's incarnation number in all processes."""
         if self.inner.size == 1:
             return
         roster = shared.refresh()
-        if self.inner.rank == 0:  # one process counts, and the others learn the number from it
+        if self.inner.rank == 0:
             roster = shared.change(lambda roster: roster.count_worker_incarnation(self.number))
         incarnation = dict(roster.worker_incarnations).get(self.number, 0)
         own = [float(self.number), float(incarnation)]
@@ -136,38 +142,34 @@ class Siblings:
         if len(set(numbers)) > 1:
             listed = ", ".join(map("{:.0f}".format, numbers[:8]))
             raise ValueError(
-                f"the processes of an inner_group are one worker of the crew, and have different "
-                f"numbers: {listed}. Give all of them the same (MANYHANDS_WORKER)."
+                "all processes of an inner_group must have the same worker number, got "
+                f"{listed}. Set MANYHANDS_WORKER to the same number in these processes."
             )
         self.incarnation = int(incarnations[0])
 
     def enter(self, roster: Roster, own: str) -> None:
-        """Note the other processes in a generation: the process `own` dies with them."""
+        """Store the ids of the other processes of this worker in a generation."""
         ids = (id for id in roster.ids if roster.worker_of(id) == self.number)
         self.ids = frozenset(ids) - {own}
 
     def check(self, roster: Roster, late: bool) -> None:
-        """Raise if this worker can never be complete again, or is not though it is `late`.
+        """Raise if a process of this worker is gone, was restarted, or is missing when `late`.
 
-        That is so if one of its processes is gone, or has been restarted. A stopped process may
-        wake up, so it is waited for: nothing is done without it meanwhile.
+        Suspended processes may wake up, so the worker waits until `late` is set.
         """
         if self.inner.size == 1:
             return
-        newest = 0
         present = 0
-        for member in roster.members:
+        restarted = False
+        for member in (*roster.members, *roster.waiting):
             if roster.worker_of(member.id) == self.number:
-                newest = max(newest, member.worker_incarnation)
-        for member in roster.waiting:
-            if roster.worker_of(member.id) == self.number:
-                newest = max(newest, member.worker_incarnation)
-                present += member.worker_incarnation == self.incarnation
-        restarted = newest > self.incarnation
+                restarted = restarted or member.worker_incarnation > self.incarnation
+                waits = member.id in roster.waiting_ids
+                present += waits and member.worker_incarnation == self.incarnation
         if restarted or self.ids & roster.gone or (late and present < self.inner.size):
             raise RuntimeError(
-                f"another process of worker {self.number} is lost, and this one cannot train "
-                "without it. It ends here, so that all processes of the worker are started again."
+                f"a process of worker {self.number} is lost, and this process cannot continue "
+                "alone. This process ends, so that all processes of the worker are restarted."
             )
 
 
@@ -188,25 +190,23 @@ class Enrollment:
         self.expected = expected
         self.patience = patience
         self.quorum = quorum
-        # Only with a quorum: without one, both halves of a divided network would go on.
+        # Without a quorum, both halves of a partitioned network would continue.
         self._door: Door | None = None
         if quorum > 1:
             self._door = Door(own_address(shared.client.store))
-        self._cut_from: tuple[str, ...] = ()  # ids of processes that this one cannot reach
-        self.id = ""  # "number.incarnation", once there is one
-        self.own_ids = former_ids  # all that this process has had: none of them is another worker
-        self.facts = NO_FACTS  # once they have been checked
+        self._cut_from: tuple[str, ...] = ()  # ids of unreachable processes
+        self.id = ""  # "number.incarnation", set by `begin_incarnation`
+        self.own_ids = former_ids  # all ids that this process has used
+        self.facts = NO_FACTS  # set by `check_facts`
         self.cut_off = False  # whether the store was lost
-        self.process = os.getpid()  # a fork of this process must not leave in its name
+        self.process = os.getpid()  # forks of this process must not leave the crew
         self._closed = threading.Event()
         self._watch = threading.Thread(
             target=self._watch_others, name="manyhands watch", daemon=True
         )
 
-    # -- before the others notice --------------------------------------------------------------
-
     def check_facts(self, facts: MemberFacts) -> None:
-        """Raise JoinRefused if the run has other facts. The first worker sets the run's facts."""
+        """Raise JoinRefused if the facts differ. The first worker sets the facts of the run."""
         self.facts = facts
         inner_rank = self.siblings.inner.rank
         digest = facts.digest
@@ -214,26 +214,24 @@ class Enrollment:
         key = f"{PREFIX}facts/{inner_rank}"
         roster = self.shared.change(lambda roster: roster.set_facts(inner_rank, digest))
         agreed = dict(roster.facts)[inner_rank]
-        # The roster has the checksum, which decides. The text is only for the error message.
+        # The checksum in the roster decides. The text is only for the error message.
         text = client.read(key)
         if agreed == digest:
-            if text != facts.text:  # not written yet, or overwritten by a stranger
+            if text != facts.text:  # missing, or overwritten by a stranger
                 client.put(key, facts.text)
             return
         differences = facts.differences(text, agreed)
         if not differences:
-            return  # the models differ in names only, as when one is wrapped
-        # The launcher reads this: a refused worker is not started again.
+            return  # only names differ, because a model is wrapped
+        # Tells the launcher not to restart this worker.
         self.shared.change(lambda roster: roster.refuse(self.siblings.process_number))
         raise JoinRefused(self.siblings.number, differences)
 
-    # -- into the next generation --------------------------------------------------------------
-
     def begin_incarnation(self) -> None:
-        """Take an id that no process has had. An earlier process with our number is not us."""
+        """Take a new id and start a heartbeat under this id."""
         client = self.shared.client
         number = self.siblings.process_number
-        if not self.own_ids:  # later changes come from libraries at work
+        if not self.own_ids:  # later changes are made by libraries
             client.put(f"{ENVIRONMENT}{number}", describe_changes(client.signer))
         roster = self.shared.change(lambda roster: roster.count_incarnation(number))
         self.id = f"{number}.{dict(roster.incarnations)[number]}"
@@ -245,40 +243,43 @@ class Enrollment:
             client.put(f"{PREFIX}door/{self.id}", self._door.address)
 
     def close(self) -> None:
-        """End the connection to the store and the watch, and close the door."""
+        """End the connection to the store and the watching thread, and close the door."""
         self._closed.set()
         if self._watch.is_alive():
-            self._watch.join(1.0)  # as long as the store's thread may take
+            self._watch.join(1.0)
         self.shared.client.close()
         if self._door is not None:
             self._door.close()
 
     def _find_unreachable(self) -> tuple[str, ...]:
-        """Return the processes of the roster that this one cannot reach."""
+        """Return the processes in the roster that this process cannot reach."""
         if self._door is None:
             return ()
-        roster = self.shared.refresh()
-        client = self.shared.client
-        ids = sorted(roster.here - {self.id} - self.shared.silent)
+        shared = self.shared
+        ids = sorted(shared.refresh().here - {self.id} - shared.silent)
         keys = [f"{PREFIX}door/{id}" for id in ids]
-        doors = {id: text for id, text in zip(ids, client.read_all(keys), strict=True) if text}
-        return unreachable(doors, self._find_silent)
+        doors = {}
+        for id, address in zip(ids, shared.client.read_all(keys), strict=True):
+            if address:
+                doors[id] = address
 
-    def _find_silent(self) -> frozenset[str]:
-        self.shared.refresh()
-        return self.shared.silent
+        def find_silent() -> frozenset[str]:
+            shared.refresh()
+            return shared.silent
+
+        return unreachable(doors, find_silent)
 
     def wait_for_generation(self, version: Version, after: int, longest_wait: float) -> Roster:
-        """Wait until a generation later than `after` includes this process, or begin it.
+        """Wait for a generation later than `after` that includes this process, or start it.
 
-        Living members that have not come are waited for up to `longest_wait` seconds.
+        Wait up to `longest_wait` seconds for living members.
         """
         shared = self.shared
         number = self.siblings.number
         began = time.monotonic()
         pause = FIRST_PAUSE
-        warned = False  # that there are too few workers
-        ended: float | None = None  # when the members' generation was first seen to have ended
+        warned = False  # about too few workers
+        ended: float | None = None  # when the end of the current generation was noticed
         self._cut_from = self._find_unreachable()
         looked = time.monotonic()
         self._ask_to_join(version)
@@ -293,7 +294,7 @@ class Enrollment:
             if roster.finished:
                 raise CrewFinished(FINISHED.format(number))
             if self.id not in roster.waiting_ids:
-                # The others considered this process lost, as after a long stop. Ask again.
+                # Members considered this process lost, as after a long suspension. Ask again.
                 self.begin_incarnation()
                 self._ask_to_join(version)
                 began = time.monotonic()
@@ -314,58 +315,58 @@ class Enrollment:
             elif ended is None:
                 ended = now
             if waited > self.patience or (ended is not None and now - ended > longest_wait):
-                # Living members that have not come for so long are treated as lost. They are late
-                # only from the end of their generation on: before it they are in a block.
+                # Treat late living members as lost. The time counts from the end of their
+                # generation, because members may be in the middle of a block before.
                 silent |= set(roster.absent(silent))
             late = waited > START_PATIENCE
             if late and not warned and not roster.has_quorum(silent, self.quorum):
                 warned = True
                 log.warning(
-                    "worker %d waits for others: a round needs %d workers.", number, self.quorum
+                    "worker %d waits for other workers: a round needs %d workers.",
+                    number,
+                    self.quorum,
                 )
-            if roster.complete(silent, self.expected, late, self.quorum):
-                needed = (silent, self.expected, late, self.quorum)
-                shared.change(methodcaller("begin_next", roster.generation, *needed))
+            needed = (silent, self.expected, late, self.quorum)
+            begin_next = methodcaller("begin_next", roster.generation, *needed)
+            if shared.change(begin_next).generation != roster.generation:
                 pause = FIRST_PAUSE
                 continue
             time.sleep(pause)
             pause = next_pause(pause, len(roster.ids))
 
     def _watch_others(self) -> None:
-        """Read heartbeats while this process trains: at its next round it knows who is silent."""
+        """Read heartbeats during training, so that silent members are known at the next round."""
         while not self._closed.wait(self.shared.monitor.interval):
             try:
                 self.shared.observe_heartbeats()
             except (StoreLost, ValueError):
-                return  # the next call of this process raises it
+                return  # the next call of this process raises the error
 
     def _ask_to_join(self, version: Version) -> None:
-        """Ask to be in the next generation: how far we are, and which processes we cannot reach."""
         self.shared.ask_to_join(Member(self.id, version, self.siblings.incarnation, self._cut_from))
 
     def _check_number_is_free(self, roster: Roster) -> None:
-        """Raise if another process with our number is alive."""
-        # Only an earlier incarnation counts, and only if its heartbeat advances while we watch: our
-        # own last life may stand in the roster until it is known to be dead.
-        # A heartbeat that this process sent as its line was cut may arrive when the line is back.
+        """Raise if an earlier incarnation with this number is alive."""
+        # A dead incarnation may remain in the roster, so require an advancing heartbeat. Exclude
+        # earlier ids of this process: a delayed heartbeat may arrive after a network cut.
         number = self.siblings.process_number
         for id in roster.waiting_ids.union(roster.ids) - self.own_ids:
             earlier = number_of(id) == number and _incarnation_of(id) < _incarnation_of(self.id)
             if earlier and self.shared.monitor.has_advanced(id):
                 raise RuntimeError(
                     f"two workers with the number {self.siblings.number} are alive. Give each "
-                    "worker a number (MANYHANDS_WORKER) of its own; `manyhands run --numbers` does "
-                    "on further hosts."
+                    "worker a unique number (MANYHANDS_WORKER). On additional hosts, pass "
+                    "`manyhands run --numbers`."
                 )
 
 
 def check_not_failed(roster: Roster, generation: int, number: int) -> None:
-    """Raise if a member of our generation ended with an error before the first sync round."""
+    """Raise if a member of this generation failed before the first sync round."""
     if roster.failed and roster.generation == generation:
         numbers = sorted({roster.worker_of(id) for id in roster.failed} - {number})
         raise RuntimeError(
             f"worker {', '.join(map(str, numbers))} has ended with an error before the first "
-            "sync round, and the run ends with it: see its output."
+            "sync round, which ends the run. See the output of that worker."
         )
 
 
@@ -376,28 +377,17 @@ def _incarnation_of(id: str) -> int:
 def _name_all(
     tensors: Sequence[Tensor], descriptions: Sequence[str], modules: Sequence[nn.Module]
 ) -> list[DescribedTensor]:
-    """Return a worker's parameters or buffers, each with its name."""
+    """Return (name, description) of each parameter or buffer."""
     names = names_in(modules, tensors) or [""] * len(tensors)
     return list(zip(names, descriptions, strict=True))
-
-
-def _option_differences(own: Mapping[str, str], run: Mapping[str, str]) -> list[str]:
-    """Return a line for each option that this worker and the run have not in common."""
-    found = []
-    for name in {**own, **run}:  # the options of both, in order
-        here = own.get(name, "missing")
-        there = run.get(name, "missing")
-        if here != there:
-            found.append(f"{name}: {here} here, {there} in the run")
-    return found
 
 
 def _tensor_differences(
     kind: str, own: Sequence[DescribedTensor], run: Sequence[DescribedTensor]
 ) -> list[str]:
-    """Return a line for each tensor that this worker and the run have not in common."""
+    """Return a line for each tensor that differs between this worker and the run."""
     lines = []
-    # Names that both workers have. Any other name says nothing: one model may be wrapped.
+    # Compare only names that occur in both models, because one of these may be wrapped.
     common = {name for name, _ in own} & {name for name, _ in run} - {""}
     for position, (here, there) in enumerate(zip(own, run, strict=False)):
         moved = here[0] != there[0] and not common.isdisjoint((here[0], there[0]))
@@ -411,11 +401,11 @@ def _tensor_differences(
     return lines
 
 
-# -- which other workers this one can reach --------------------------------------------------------
+# -- reachability of workers -----------------------------------------------------------------------
 
 
 class Door:
-    """A port at which others see that this worker can be reached."""
+    """A port that shows that this worker is reachable."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -426,20 +416,20 @@ class Door:
         threading.Thread(target=self._accept, name="manyhands door", daemon=True).start()
 
     def _accept(self) -> None:
-        """Accept and close connections, in a thread: the answer shows that we can be reached."""
+        """Accept and close connections, in a thread."""
         while not self._closed.is_set():
             try:
                 self._listening.accept()[0].close()
             except OSError:
-                # Closed, or an error that passes: the caller has gone (ECONNABORTED), too many
-                # files are open (EMFILE, ENFILE), no memory (ENOBUFS, ENOMEM), ... Connections that
-                # are opened meanwhile wait in the backlog: to the other side that is an answer.
+                # Closed, or a temporary error: the caller has gone (ECONNABORTED), too many open
+                # files (EMFILE, ENFILE), no memory (ENOBUFS, ENOMEM), ... New connections wait in
+                # the backlog, which callers also accept as an answer.
                 self._closed.wait(PAUSE)
 
     def close(self) -> None:
         """Stop answering, and end the thread."""
         self._closed.set()
-        # A thread that waits in accept() notices a shutdown, but not a close.
+        # shutdown() wakes a thread in accept(), unlike close().
         with suppress(OSError):  # some systems have no shutdown of a listening socket
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -448,9 +438,9 @@ class Door:
 def unreachable(
     addresses: Mapping[str, str], find_silent: Callable[[], frozenset[str]] = frozenset
 ) -> tuple[str, ...]:
-    """Return the ids whose doors do not answer; `addresses` has the door of each id.
+    """Return the ids with closed doors; `addresses` maps ids to doors.
 
-    Doors of processes that are silent are not waited for: a cut line shows in both.
+    Do not wait for silent processes: after a network cut they have neither door nor heartbeat.
     """
     cut = set(addresses)
     left = set()

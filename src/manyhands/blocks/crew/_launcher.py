@@ -1,33 +1,31 @@
-"""Start workers, forward their output, and start workers that die again.
+"""Launcher: start workers, forward their output, and restart workers that die.
 
-A worker is one process, or several that train one model together: these live and die together.
+A worker is a process, or multiple processes that train a model together and end together.
 
     exit code 0              the worker is done
-    an error                 restarted, `restarts` times within an hour. Before the first sync round
-                             it ends the run: there is nothing to lose yet
-    refused                  its options or model differ (_enrollment.py): not restarted
+    an error                 restarted, `restarts` times within an hour. Before the first sync
+                             round, an error ends the run, as there is no progress to lose
+    refused                  options or model differ (_enrollment.py): not restarted
     a crash (SIGSEGV, ...)   counts as an error
-    another signal           came from outside: always restarted, after a growing pause if the
-                             worker lived only for a short time
-    stopped                  a worker without a heartbeat for `STOPPED_LIMIT` seconds is killed
+    other signals            sent from outside: always restarted, after a growing pause if the
+                             worker ran for a short time only
+    suspended                a worker without a heartbeat for `STOPPED_LIMIT` seconds is killed
 
-A worker that dies after the others have finished is not restarted, and its exit code does not
-count.
+Workers that die after all other workers have finished are not restarted, and their exit codes do
+not count.
 
-A launcher that is cut off from the store tries to reach it again, on a thread (_link.py). No
-worker is started meanwhile. The crew learns of workers that have ended when the store answers, and
-they are restarted then. (They may have failed because of the cut, so their errors do not count.)
-After `patience` seconds they are given up.
+A launcher that loses the store reconnects in a thread (_link.py) and starts no worker until then.
+Ended workers are reported to the crew, and restarted, after the store answers. Their errors do not
+count, because the cut may be the cause. After `patience` seconds, ended workers are given up.
 
-One thread does all this, between waiting for output. The crew learns that a worker has died, or is
-done, before the worker is restarted.
+A single thread performs these tasks while waiting for output. The crew is told about the end of a
+worker before the worker is restarted.
 
-A worker in place of one that died is forked from a process with torch imported (_kept.py), if that
-is safe.
+Replacement workers are forked by the fork server (_fork_server.py), if safe.
 
-Each worker is a process group. However the launcher ends, no group is left behind: on Linux the
-system kills them when the launcher dies, and on every system a separate process, the guard, does
-(_processes.py). A launcher that cannot print goes on.
+Each worker is a process group. Groups never outlive the launcher: on Linux, the system kills the
+groups when the launcher dies, and on every system a guard process does (_processes.py). A launcher
+that cannot print continues.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from torch.distributed import TCPStore
 
 from manyhands.blocks.crew import _link
 from manyhands.blocks.crew._crew import PATIENCE
-from manyhands.blocks.crew._kept import ENVIRONMENT, ForkedProcess, KeptProcess, pipes_of
+from manyhands.blocks.crew._fork_server import ENVIRONMENT, ForkedProcess, ForkServer, pipes_of
 from manyhands.blocks.crew._link import CrewLink
 from manyhands.blocks.crew._processes import (
     Guard,
@@ -65,10 +63,10 @@ from manyhands.blocks.crew._store import (
     serve_store,
 )
 
-STOP_GRACE = 30.0  # seconds from SIGTERM to SIGKILL: to end a step, and to save
-ERROR_GRACE = 5.0  # the same, when the run ends because of an error: nothing is to be saved
-ERROR_WINDOW = 3600.0  # seconds in which errors are counted against `restarts`
-SHORT_LIFE = 10.0  # seconds: a worker that lives no longer is restarted after a pause
+STOP_GRACE = 30.0  # seconds from SIGTERM to SIGKILL, for ending a step and saving
+ERROR_GRACE = 5.0  # seconds from SIGTERM to SIGKILL after an error, without saving
+ERROR_WINDOW = 3600.0  # seconds within which errors count against `restarts`
+SHORT_LIFE = 10.0  # seconds: workers with a shorter life are restarted after a pause
 LONGEST_RESTART_PAUSE = 30.0  # seconds before a restart
 POLL = 0.05  # seconds between two looks at the processes
 NO_CREW = (
@@ -80,23 +78,22 @@ NO_CREW = (
 
 @dataclass
 class LaunchedWorker:
-    """One worker: its number, and its present processes, if it runs."""
+    """A worker and its running processes: all of them, or none."""
 
     number: int
-    # all, or none
     processes: list[subprocess.Popen[bytes] | ForkedProcess] = field(default_factory=list)
     began: float = 0.0
-    due: float | None = 0.0  # when to start it; None: never again
-    unreported: int | None = None  # how it ended, while the store is lost
+    due: float | None = 0.0  # time of the next start; None: never
+    unreported: int | None = None  # exit code that could not be reported to a lost store
     code: int = 0
-    errors: list[float] = field(default_factory=list)  # times of the latest ones
-    short_lives: int = 0  # in a row
-    store: TCPStore | None = None  # where its processes find each other, if there are several
+    errors: list[float] = field(default_factory=list)  # times within ERROR_WINDOW
+    short_lives: int = 0  # consecutive
+    store: TCPStore | None = None  # for a process group of the worker's processes
     pipes: list[IO[bytes]] = field(default_factory=list)
 
 
 class Launcher:
-    """The workers of this host, from their start until all have ended."""
+    """Runs the workers of this host until all have ended."""
 
     def __init__(
         self,
@@ -130,7 +127,7 @@ class Launcher:
         )
         self.environment = {
             "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",  # or a killed worker's last lines would be lost
+            "PYTHONUNBUFFERED": "1",  # preserves the last lines of killed workers
             **os.environ,
             **(environment or {}),
             "MANYHANDS_GRACE": f"{grace:g}",
@@ -139,14 +136,14 @@ class Launcher:
         }
         if secret is not None:
             self.environment[SECRET_VARIABLE] = secret
-        self._stop_signal = 0  # the signal that asked us to stop; negative after a second one
-        self._exit_code: int | None = None  # set early if the run must end
-        self._last_check = 0.0  # for stopped workers
+        self._stop_signal = 0  # signal to stop; negative after a second signal
+        self._exit_code: int | None = None  # set if the run must end early
+        self._last_check = 0.0  # time of the last check for suspended workers
         self._output = OutputForwarder()
         self._guard = Guard()
-        self._kept: KeptProcess | None = None
+        self._fork_server: ForkServer | None = None
         if fork:
-            self._kept = KeptProcess(self.command, self.environment, preload, self._output)
+            self._fork_server = ForkServer(self.command, self.environment, preload, self._output)
 
     def run(self) -> int:
         """Run until all workers have ended; return the exit code."""
@@ -162,18 +159,18 @@ class Launcher:
                         say(NO_CREW)
             finally:
                 self._stop_all()
-                if self._kept is not None:
-                    self._kept.close()
+                if self._fork_server is not None:
+                    self._fork_server.close()
                 self.link.leave()
                 self._guard.close()
                 ignored = self.link.signer.ignored
                 if ignored:
                     say(
-                        f"{ignored} value(s) in the store were ignored here: they were "
-                        "not signed with the secret of this run, or not what a member writes."
+                        f"{ignored} value(s) in the store were ignored here, because they were "
+                        "not signed with the secret of this run or were not valid."
                     )
         if self._stop_signal:
-            return 128 + self._stop_signal  # as a shell reports it
+            return 128 + self._stop_signal  # convention of shells
         if self._exit_code is not None:
             return self._exit_code
         for worker in self.workers:
@@ -185,18 +182,18 @@ class Launcher:
         return any(w.processes or w.due is not None or w.unreported for w in self.workers)
 
     def _do_what_is_due(self) -> None:
-        """Do once all that may be due: start, forward output, notice ends, kill stopped workers."""
+        """Start workers, forward output, handle ended workers, and kill suspended workers."""
         now = time.monotonic()
-        self._await_store()
+        self._handle_lost_store()
         for worker in self.workers:
             is_due = worker.due is not None and worker.due <= now
             if is_due and not worker.processes and self.link.shared is not None:
                 self._start(worker)
         self._guard.watch()
         shared = self.link.shared
-        if self._kept is not None and shared is not None and shared.roster.begun:
-            self._kept.watch()  # not before: the workers are starting
-            self._reap_strangers(self._kept)
+        if self._fork_server is not None and shared is not None and shared.roster.synced:
+            self._fork_server.watch()  # not earlier, while workers are starting
+            self._reap_strangers(self._fork_server)
         self._output.forward(POLL)
         for worker in self.workers:
             code = _exit_code_of(worker)
@@ -206,13 +203,13 @@ class Launcher:
             self._last_check = now
             self._kill_stopped()
 
-    # -- one worker ----------------------------------------------------------------------------
+    # -- starting and ending a worker ----------------------------------------------------------
 
     def _start(self, worker: LaunchedWorker) -> None:
-        """Start a worker's processes, with their output forwarded and a guard over them."""
+        """Start the processes of a worker."""
         forks = self.link.ask(lambda shared: self._may_fork(shared, worker))
         if self.link.shared is None:
-            return  # lost just now
+            return  # lost during this call
         worker.began = time.monotonic()
         run = self.link.shared.roster.run
         port = None
@@ -222,8 +219,8 @@ class Launcher:
         for inner_rank in range(self.processes):
             own = self._own_environment(worker, inner_rank, run, port)
             forked = None
-            if forks and self._kept is not None:
-                forked = self._kept.fork(own)
+            if forks and self._fork_server is not None:
+                forked = self._fork_server.fork(own)
             process = forked or self._start_fresh(own)
             worker.processes.append(process)
             self._guard.add(process.pid)
@@ -235,21 +232,21 @@ class Launcher:
                 self._output.add(pipe, name, target)
 
     def _may_fork(self, shared: SharedRoster, worker: LaunchedWorker) -> bool:
-        """Return whether libraries would find the same variables in a fresh process.
+        """Return whether libraries in the fork server have read the script's variables.
 
-        The last process of the same number has reported which variables the script changes.
+        The last process with this number has reported the variables that the script changes.
         """
-        kept = self._kept
-        if kept is None or not kept.ready:
+        server = self._fork_server
+        if server is None or not server.ready:
             return False
         for inner_rank in range(self.processes):
             key = f"{ENVIRONMENT}{worker.number * self.processes + inner_rank}"
             described = shared.client.read(key)
             if not described:
-                return False  # it has never joined
-            names = kept.differences(described, shared.client.signer)
+                return False  # has never joined
+            names = server.differences(described, shared.client.signer)
             if names:
-                kept.give_up(f"the script changes {', '.join(names)}")
+                server.give_up(f"the script changes {', '.join(names)}")
                 return False
         return True
 
@@ -260,7 +257,7 @@ class Launcher:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**self.environment, **environment},
-            # A process group: Ctrl-C reaches only us, and its children end with it.
+            # A separate process group: Ctrl-C reaches only the launcher, and children end with it.
             start_new_session=True,
             **die_with_parent(),
         )
@@ -269,22 +266,21 @@ class Launcher:
         self, worker: LaunchedWorker, inner_rank: int, run: str, port: int | None
     ) -> dict[str, str]:
         """Return the variables that differ between processes."""
-        # With a port they include the address of the worker's own process group. We serve that
-        # group's store, as torchrun does: a store hosted by torch's rank 0 would listen on all
-        # interfaces.
+        # The launcher serves the store of the worker's process group, like torchrun, because a
+        # store on torch's rank 0 would listen on all interfaces.
         values: dict[str, object] = {"MANYHANDS_WORKER": worker.number, "MANYHANDS_RUN": run}
         if port is not None:
-            # Counts all processes of this host, because it selects the GPU.
+            # Selects the GPU, so count all processes of this host.
             local_rank = self.workers.index(worker) * self.processes + inner_rank
             values |= {"RANK": inner_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": self.processes}
             values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            # torch then connects to the store instead of hosting one on rank 0.
+            # Lets torch connect to the store instead of hosting a store on rank 0.
             values |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
         return {name: str(value) for name, value in values.items()}
 
     def _handle_end(self, worker: LaunchedWorker, code: int) -> None:
-        """End the rest of a worker, and decide whether it is restarted."""
-        self._signal(worker, signal.SIGKILL)  # its other processes, and its children
+        """End the remaining processes of a worker, and decide about a restart."""
+        self._signal(worker, signal.SIGKILL)  # other processes of the worker, and children
         self._reap(worker)
         worker.code = code
         if code < 0:
@@ -300,7 +296,7 @@ class Launcher:
             say(f"worker {number} ended ({how_it_ended(code)}) while the store does not answer.")
 
     def _decide(self, worker: LaunchedWorker, code: int, roster: Roster) -> None:
-        """Decide whether a worker is restarted, whose end the crew knows."""
+        """Decide about the restart of a worker after reporting its end."""
         now = time.monotonic()
         how = how_it_ended(code)
         if code == 0:
@@ -313,13 +309,13 @@ class Launcher:
         if now - worker.began >= SHORT_LIFE:
             worker.short_lives = 0
         refused = {number // self.processes for number in roster.refused}
-        if code > 0 and worker.number in refused and roster.begun:
+        if code > 0 and worker.number in refused and roster.synced:
             say(f"worker {worker.number} was not let in ({how}): it is not started again.")
             return
         was_cut_off = worker.began < self.link.lost_at
         if not killed_from_outside(code) and not was_cut_off:
             worker.errors = [t for t in worker.errors if now - t < ERROR_WINDOW] + [now]
-            if not roster.begun:
+            if not roster.synced:
                 self._exit_code = worker.code
                 say(f"worker {worker.number} ended ({how}) before the first sync round.")
                 if not roster.incarnations and self.processes == 1:
@@ -332,7 +328,7 @@ class Launcher:
         say(f"worker {worker.number} ended ({how}) and is started again.")
 
     def _reap(self, worker: LaunchedWorker) -> None:
-        """Wait for the end of a worker's processes, and forward the last of their output."""
+        """Wait for the end of a worker's processes, and forward the remaining output."""
         for process in worker.processes:
             process.wait()
             self._guard.remove(process.pid)
@@ -341,9 +337,9 @@ class Launcher:
         worker.pipes = []
         worker.store = None
 
-    def _reap_strangers(self, kept: KeptProcess) -> None:
-        """Reap children of dead workers: with forked workers their parent is this process."""
-        own = {kept.pid, self._guard.pid}
+    def _reap_strangers(self, server: ForkServer) -> None:
+        """Reap orphaned children of workers, which a subreaper inherits."""
+        own = {server.pid, self._guard.pid}
         for worker in self.workers:
             own.update(process.pid for process in worker.processes)
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -358,17 +354,17 @@ class Launcher:
                 os.killpg(process.pid, number)
 
     def _stop_all(self) -> None:
-        """Ask all workers to stop, wait as long as the grace lasts, and kill the rest."""
+        """Send SIGTERM to all workers, wait for the grace period, and kill remaining workers."""
         running = [worker for worker in self.workers if worker.processes]
         for worker in running:
             self._signal(worker, signal.SIGTERM)
-            self._signal(worker, signal.SIGCONT)  # a stopped process handles no other signal
+            self._signal(worker, signal.SIGCONT)  # suspended processes do not handle SIGTERM
         grace = self.grace
         if not self._stop_signal:
             grace = min(grace, ERROR_GRACE)
         until = time.monotonic() + grace
         asked = self._stop_signal
-        while time.monotonic() < until and asked == self._stop_signal:  # changed: asked again
+        while time.monotonic() < until and asked == self._stop_signal:  # until a second signal
             if not any(map(_is_running, running)):
                 break
             self._output.forward(POLL)
@@ -380,7 +376,7 @@ class Launcher:
     # -- the crew ------------------------------------------------------------------------------
 
     def _kill_stopped(self) -> None:
-        """Kill workers without a heartbeat: a stopped one does not end by itself."""
+        """Kill workers without a heartbeat."""
         stopped = self.link.stopped()
         for worker in self.workers:
             if worker.number in stopped and worker.processes:
@@ -392,16 +388,16 @@ class Launcher:
                     process.kill()
 
     def _serve_until_others_end(self) -> None:
-        """Wait for other hosts' workers and launchers, which still need the store served here."""
+        """Wait for workers and launchers of other hosts that need the store served here."""
         while self.link.serving and not self._stop_signal:
-            self._await_store()
+            self._handle_lost_store()
             if self.link.given_up or self.link.others_have_ended():
                 return
             time.sleep(0.1)
 
-    def _await_store(self) -> None:
-        """Go on if a lost store answers again; give up workers that have waited too long for it."""
-        if self.link.await_store():
+    def _handle_lost_store(self) -> None:
+        """Report ended workers after a lost store has returned; give up after a long loss."""
+        if self.link.has_returned():
             for worker in self.workers:
                 code = worker.unreported
                 if code is None:
@@ -420,7 +416,7 @@ class Launcher:
 
     @contextlib.contextmanager
     def _handle_signals(self) -> Iterator[None]:
-        """Let SIGINT and SIGTERM stop the workers; a second signal kills them at once."""
+        """Let SIGINT and SIGTERM stop the workers; a second signal kills the workers."""
 
         def stop(number: int, _: object) -> None:
             if self._stop_signal:
@@ -441,12 +437,12 @@ def _is_running(worker: LaunchedWorker) -> bool:
 
 
 def _exit_code_of(worker: LaunchedWorker) -> int | None:
-    """Return the code with which a worker ended (negative: by a signal); None if it has not."""
-    # It ends when all of its processes are done, or when the first of them dies.
+    """Return the exit code of a worker (negative: a signal); None while it runs."""
+    # A worker ends when all processes are done or the first process fails.
     codes = [process.poll() for process in worker.processes]
     failed = list(filter(None, codes))
     if failed:
-        # A signal comes first: the other processes may have failed because of it.
+        # Prefer a signal, because failures of other processes may follow from it.
         return min(failed)
     if not codes or None in codes:
         return None
@@ -454,8 +450,8 @@ def _exit_code_of(worker: LaunchedWorker) -> int | None:
 
 
 def _restart_pause(short_lives: int) -> float:
-    """Return the seconds before a restart: 0, then 1, 2, 4, ... for short lives in a row."""
+    """Return the seconds before a restart: 0, then 1, 2, 4, ... after consecutive short lives."""
     if short_lives < 2:
         return 0.0
-    # Limit the exponent too: a worker may be killed again and again for days.
+    # Limit the exponent as well, because a worker may be killed repeatedly for days.
     return min(2.0 ** min(short_lives - 2, 30), LONGEST_RESTART_PAUSE)

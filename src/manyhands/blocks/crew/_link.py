@@ -1,17 +1,16 @@
-"""Connect a launcher to the crew: its entry in the roster, and its way back after a cut.
+"""A launcher's connection to the store: the entry in the roster, and reconnection after a cut.
 
     link = CrewLink(store, signer, numbers, processes=1, serving=True, patience=600.0)
     link.ask(SharedRoster.refresh)        the roster; None while the store is lost
     link.report_end(number, left=True)    a worker is done
     link.stopped()                        numbers of workers without a heartbeat
-    link.await_store()                    while the store is lost: whether it answers again
+    link.has_returned()                   whether a lost store answers again
     link.leave()
 
 A launcher that needs the store is in the roster until it ends. The launcher that serves the store
-waits for the others.
+waits for all other launchers.
 
-A single try to reach a lost store may take as long as the store's timeout, in which the launcher
-has other things to do. So a thread tries.
+An attempt to reach a lost store may take as long as the store's timeout, so a thread reconnects.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from manyhands.blocks.crew._store import (
 from manyhands.errors import StoreLost
 
 STOPPED_LIMIT = 60.0  # seconds without a heartbeat after which a worker is killed
-EXPECTED_WAIT = 2.0  # seconds that the serving launcher has to publish how many are expected
-PAUSE = 1.0  # seconds between two tries: without a route there is an answer at once
-ANSWER = 5.0  # seconds in which the store's host must answer
+EXPECTED_WAIT = 2.0  # seconds to wait for the serving launcher to publish `expected`
+PAUSE = 1.0  # seconds between two attempts; without a route, an attempt fails immediately
+ANSWER = 5.0  # seconds within which the host of the store must answer
 Answer = TypeVar("Answer")
 
 
 class CrewLink:
-    """A launcher's connection to the store, and what it knows of the crew."""
+    """A launcher's connection to the store and view of the crew."""
 
     def __init__(
         self,
@@ -60,22 +59,22 @@ class CrewLink:
         self.signer = signer
         self.processes = processes
         self.serving = serving
-        self.patience = patience  # seconds for which a lost store is awaited
+        self.patience = patience  # seconds until a lost store is given up
         self._numbers = frozenset(numbers)  # of this launcher's workers
         self.shared: SharedRoster | None = self._connect()  # None while the store is lost
-        self.lost_at = -float("inf")  # when it was lost the last time
-        self._return: ReturnToStore | None = None  # while the store is lost
-        self._cut_off: frozenset[str] = frozenset()  # processes that were here when it was lost
+        self.lost_at = -float("inf")  # time of the last loss
+        self._return: ReturnToStore | None = None  # set while the store is lost
+        self._cut_off: frozenset[str] = frozenset()  # processes present at the last loss
 
     def _connect(self, former_id: str = "") -> SharedRoster:
-        """Connect to the store, and enter the roster."""
+        """Connect to the store, and add this launcher to the roster."""
         client = StoreClient(self.store, 1.0, self.signer)
         try:
             shared = SharedRoster(client, HeartbeatMonitor(STOPPED_LIMIT), self.processes)
             shared.watched = self._watched
-            # A new id each time, because the others know how far the former heartbeat has counted.
+            # A new id, because other processes know the count of the former heartbeat.
             shared.id = f"host-{secrets.token_hex(4)}"
-            # The heartbeat first: a process that finds this launcher finds its heartbeat, too.
+            # Start the heartbeat before the entry in the roster becomes visible.
             client.start_heartbeat(f"{PREFIX}heartbeat/{shared.id}")
             shared.change(lambda r: r.without_launcher(former_id).with_launcher(shared.id))
         except BaseException:
@@ -84,7 +83,7 @@ class CrewLink:
         return shared
 
     def _watched(self, roster: Roster) -> list[str]:
-        """Return the processes that this launcher watches: its own; all if the others need us."""
+        """Return the watched processes: those of this launcher, or all if it serves the store."""
         if self.serving:
             found = {*roster.everyone, *roster.launchers}
         else:
@@ -92,9 +91,11 @@ class CrewLink:
         return sorted(found - roster.gone)
 
     def agree_on_expected(self, expected: int | None) -> str:
-        """Return how many workers the first round waits for."""
-        # The launcher that serves the store publishes the number; the others read it, or decide
-        # themselves if it is not published in time.
+        """Return the number of workers that the first round waits for.
+
+        The launcher that serves the store publishes the number. If the number is not published in
+        time, each other launcher publishes the number of its own workers.
+        """
         assert self.shared is not None
         client = self.shared.client
         key = PREFIX + "expected"
@@ -107,14 +108,14 @@ class CrewLink:
         found = client.fetch(key)
         if published := client.text_of(key, found):
             return published
-        # Compare and set: if another launcher publishes at this moment, its number counts.
+        # Of concurrent publications, the first counts.
         client.call("compare_set", key, found or "", client.signer.sign(key, own))
         return client.read(key) or own
 
     # -- while the store answers ---------------------------------------------------------------
 
     def ask(self, action: Callable[[SharedRoster], Answer]) -> Answer | None:
-        """Return the action's answer; None while the store is lost. Then try to reach it again."""
+        """Return the answer of an action; None while the store is lost. Reconnect after a loss."""
         shared = self.shared
         if shared is None:
             return None
@@ -122,8 +123,8 @@ class CrewLink:
             return action(shared)
         except StoreLost as error:
             say(
-                f"the store at {self.store} is lost: {error.why}. This command tries to reach it "
-                f"again for {self.patience:g} s, and starts no worker meanwhile."
+                f"the store at {self.store} is lost: {error.why}. This command tries to reconnect "
+                f"for {self.patience:g} s, and starts no worker until then."
             )
             self.shared = None
             shared.client.close()
@@ -132,7 +133,7 @@ class CrewLink:
             return None
 
     def report_end(self, number: int, left: bool) -> Roster | None:
-        """Tell the crew that a worker has ended, so that nobody waits for its heartbeat."""
+        """Tell the crew that a worker has ended."""
 
         def report(shared: SharedRoster) -> Roster:
             for inner_rank in range(self.processes):
@@ -142,33 +143,33 @@ class CrewLink:
         return self.ask(report)
 
     def stopped(self) -> set[int]:
-        """Return the numbers of workers without a heartbeat, which do not end by themselves."""
+        """Return the numbers of workers without a heartbeat, such as suspended workers."""
         roster = self.ask(SharedRoster.refresh)
         if roster is None or self.shared is None:
             return set()
         monitor = self.shared.monitor
-        # A worker that was cut off has a heartbeat again after its next round, under a new id.
+        # After a cut, a worker resumes its heartbeat after the next round, under a new id.
         in_a_block = {id for id in self._cut_off if not monitor.has_advanced(id)}
         spared = in_a_block - monitor.silent_for(self.patience)
         numbers = set()
         for id in monitor.silent - spared - roster.gone:
-            # Not everything that was observed is still in the roster.
+            # Observed processes may have left the roster.
             if id in roster.everyone and not roster.is_replaced(id):
                 numbers.add(number_of(id) // self.processes)
         return numbers
 
     def others_have_ended(self) -> bool:
-        """Return whether no other host's worker or launcher needs the store any more."""
+        """Return whether all workers and launchers of other hosts have ended."""
         roster = self.ask(SharedRoster.refresh)
         if roster is None or self.shared is None:
             return False
-        # A host that vanished reports nothing. Its own store calls have timed out by then.
+        # A vanished host sends no report. After this silence, its store calls have timed out.
         silent = self.shared.monitor.silent_for(_store.STORE_TIMEOUT)
         ended = {*roster.gone, *silent, self.shared.id}
         return ended >= {*roster.here, *roster.launchers}
 
     def leave(self) -> None:
-        """Tell the others that this launcher ends."""
+        """Remove this launcher from the roster and close the connection."""
         shared = self.shared
         if self._return is not None:
             self._return.closed.set()
@@ -184,8 +185,8 @@ class CrewLink:
 
     # -- while the store is lost ---------------------------------------------------------------
 
-    def await_store(self) -> bool:
-        """Return whether the store answers again, since the last call."""
+    def has_returned(self) -> bool:
+        """Return whether a lost store has answered since the last call; if so, use it again."""
         if self._return is None or self._return.shared is None:
             return False
         say(f"the store at {self.store} answers again.")
@@ -196,7 +197,7 @@ class CrewLink:
 
     @property
     def given_up(self) -> str:
-        """Why a store that has been lost for `patience` seconds is given up; else ""."""
+        """The last error if the store has been lost for more than `patience` seconds; else ""."""
         if self._return is None or time.monotonic() - self.lost_at <= self.patience:
             return ""
         return self._return.error
@@ -206,8 +207,8 @@ class ReturnToStore:
     """Tries to connect until the store answers."""
 
     def __init__(self, store: str, connect: Callable[[], SharedRoster]) -> None:
-        self.shared: SharedRoster | None = None  # once the store answers
-        self.error = f"the store at {store} does not answer."  # of the last try
+        self.shared: SharedRoster | None = None  # set when the store answers
+        self.error = f"the store at {store} does not answer."  # of the last attempt
         self.closed = threading.Event()
         self._address = parse_address(store)
         self._connect = connect
@@ -216,12 +217,12 @@ class ReturnToStore:
     def _run(self) -> None:
         while not self.closed.wait(PAUSE):
             try:
-                # torch's own tries are long, and each prints a trace of the stack.
+                # Avoid torch's connection attempts, which are long and print stack traces.
                 socket.create_connection(self._address, ANSWER).close()
                 self.shared = self._connect()
                 return
             except OSError as error:
                 host, port = self._address
                 self.error = f"the store at {host}:{port} does not answer ({error})."
-            except (StoreLost, ValueError) as error:  # ValueError: it is another run's store
+            except (StoreLost, ValueError) as error:  # ValueError: the store of a different run
                 self.error = str(error)

@@ -1,45 +1,44 @@
-"""Keep the roster of a crew: its members, as one immutable value, and every change of it.
+"""The roster of a crew: an immutable value that names the members and every decision.
 
-All workers share one roster, as one text in the store. A *round* is one exchange between the
-members of a generation: a sync round, which moves the anchor, or a state transfer to joiners.
+All workers share one roster, stored as JSON text. A *round* is an exchange between the members of a
+generation: a sync round, which moves the anchor, or a state transfer to joiners.
 
-    generation           number of the present generation: the members that share a process group
-    rounds               rounds that this generation has kept: the index of its current round
-    ended                the generation holds no more rounds; its members and the waiting processes
-                         form the next one
-    ended_kept           its last round was kept (False: it was undone)
-    members              one incarnation each: "3.2" is process number 3, started a second time
-    waiting              processes that have asked to be in the next generation, each with those
-                         that it cannot reach: only processes that all reach each other are members
-    left, dead           members that finished, and members that are known to have died
-    done                 number of processes that have finished since the run began
-    missed               members that the others went on without, see `MissedMember`
-    begun                a sync round was kept, so there is work to lose (a state transfer alone
-                         does not count)
-    all_lost             and every member that had taken part in one is lost, with all its state
-    revision             number of changes that led to this roster: an older text that a stranger
-                         puts back has a lower one
-    incarnations         how often each process has been started, by its number
-    worker_incarnations  how often each worker has been started, if a worker has several processes
-    facts                checksums of the facts that all workers share, one for each inner rank
+    generation           number of the current generation: the members that share a process group
+    rounds               rounds that this generation has completed: index of the current round
+    ended                the generation runs no more rounds; members and waiting processes form the
+                         next generation
+    ended_kept           whether the last round was kept or undone
+    members              incarnations: "3.2" is process number 3, started for the second time
+    waiting              processes that ask to join the next generation, each with the processes
+                         that it cannot reach: members must all reach each other
+    left, dead           members that finished; members known to have died
+    done                 number of processes that have finished since the run started
+    missed               members that a later generation excluded (`MissedMember`)
+    synced                a sync round was kept, so a loss costs work (a state transfer does not
+                         count)
+    all_lost             all members that took part in a sync round are lost, with their state
+    revision             number of changes that led to this roster. A replayed older text has a
+                         lower revision
+    incarnations         number of starts of each process
+    worker_incarnations  number of starts of each worker, for workers with multiple processes
+    facts                checksums of the facts that all workers share, per inner rank
     failed               members that ended with an error before the first sync round: the run ends
-    refused              numbers of processes that came with other facts, and may not join
-    closing              members that have finished their steps, see `ClosingMember`: they hold the
-                         round if all others finished after equally many steps; otherwise they
-                         leave without it
-    silent               in a large crew: processes whose heartbeat stands still, and at which
-                         count, as those that watch it have reported
+    refused              numbers of processes that were refused because their facts differ
+    closing              members that have taken all steps (`ClosingMember`). They run a last
+                         round if all other members finished after equal steps, and leave otherwise
+    silent               in a large crew: processes reported to be silent, each with the
+                         last heartbeat count
     launchers            launchers that still need the store
     run                  name of the run, drawn by the first process
-    processes            processes of each worker. Inner rank p of worker n is process number
-                         n * processes + p. A worker takes part with all processes of one
-                         incarnation, or not at all
+    processes            processes per worker. Inner rank p of worker n is process number
+                         n * processes + p. A worker joins with all processes of an incarnation, or
+                         not at all
 
-Every change replaces the whole text, and only if the text is still the one that was read (compare
-and set). Of two concurrent changes the first wins, and the second is computed again. So each
-question (is the round kept? who is in the next generation?) has exactly one answer.
+Every change replaces the full text by compare-and-set. Of two concurrent changes, the first wins
+and the second is computed again. Every question (is the round kept? who joins the next
+generation?) therefore has a single answer.
 
-Everything here is plain values: no store, no clock, no process group.
+This module works on plain values: no store, clock or process group.
 """
 
 from __future__ import annotations
@@ -52,22 +51,22 @@ from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-WATCHED = 64  # processes whose heartbeats each one reads; those of a smaller crew read all
+WATCHED = 64  # number of other processes whose heartbeats a process reads
 
 
 class Version(NamedTuple):
-    """How far a worker is: the one with the highest version sends joiners its state.
+    """Training progress of a worker. The worker with the highest version sends state to joiners.
 
-    If no worker has a state, the steps decide, so that a joiner, which has taken none, sets no
-    other worker back. A worker that ends a warm-up is further than one before its last step, and
-    not as far as one that has held the round. A newcomer's steps set nobody forward: the others may
-    hold a round at the step that let it in.
+    If no worker has state, the number of steps decides, so that joiners with no steps set no worker
+    back. A worker at the end of a warm-up ranks above workers before the last warm-up step, and
+    below workers after the round. The steps of a newcomer advance no other worker, because members
+    may run a round at the step that admitted the newcomer.
     """
 
-    rounds: int = -1  # sync rounds that its state is the result of; negative: it has no state
-    established: bool = False  # it has held a round since it was let in
+    rounds: int = -1  # sync rounds included in the state; negative: no state
+    established: bool = False  # has completed a round since joining
     steps: int = 0
-    settled: bool = True  # False: the round that ends a warm-up is still to be held
+    settled: bool = True  # False: the round that ends the warm-up is pending
 
     @property
     def has_state(self) -> bool:
@@ -78,18 +77,12 @@ NO_VERSION = Version()
 
 
 class Member(NamedTuple):
-    """One incarnation of a process."""
+    """An incarnation of a process."""
 
     id: str
     version: Version
-    worker_incarnation: int = 0  # equal in all processes of a worker that were started together
-    cut_from: tuple[str, ...] = ()  # processes that it cannot reach
-
-    @classmethod
-    def of(
-        cls, id: str, version: Iterable[Any], worker_incarnation: int, cut_from: Iterable[str]
-    ) -> Member:
-        return cls(id, Version(*version), worker_incarnation, tuple(cut_from))
+    worker_incarnation: int = 0  # equal in all processes of a worker that started together
+    cut_from: tuple[str, ...] = ()  # unreachable processes
 
     @property
     def number(self) -> int:
@@ -97,19 +90,20 @@ class Member(NamedTuple):
 
 
 class MissedMember(NamedTuple):
-    """A member that the others went on without.
+    """A member of an earlier generation that the next generation excluded.
 
-    It may be stopped and wake up later. It must then still learn whether its last round was kept.
+    The process may have been suspended. After waking up, it reads the decision about the last round
+    here.
     """
 
     id: str
     generation: int
-    rounds: int  # that its generation had kept when the others went on
+    rounds: int  # completed by that generation
     ended_kept: bool
 
 
 class ClosingMember(NamedTuple):
-    """A member that has finished its steps, and the round that it would hold as its last."""
+    """A member after the last step, with the index of the possible last round."""
 
     id: str
     round_index: int
@@ -117,7 +111,7 @@ class ClosingMember(NamedTuple):
 
 
 def number_of(id: str) -> int:
-    """Return the process number in an id. A restarted process keeps its number."""
+    """Return the process number in an id. A restarted process has an unchanged number."""
     return int(id.partition(".")[0])
 
 
@@ -127,7 +121,7 @@ _number = attrgetter("number")
 
 @dataclass(frozen=True)
 class Roster:
-    """The shared roster. Each method that changes something returns a new roster."""
+    """The shared roster. Methods that change the roster return a new value."""
 
     generation: int = 0
     rounds: int = 0
@@ -138,7 +132,7 @@ class Roster:
     left: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
     missed: tuple[MissedMember, ...] = ()
-    begun: bool = False
+    synced: bool = False
     all_lost: bool = False
     processes: int = 1
     run: str = ""
@@ -162,14 +156,10 @@ class Roster:
     @classmethod
     def of(cls, text: str) -> Roster:
         """Parse a roster's text. Malformed text raises ValueError, TypeError or KeyError."""
-        fields = json.loads(text)
-        # JSON has only lists. Tuples make the value immutable, and equal to the one it came from.
+        # JSON has only lists. Tuples make the value immutable and equal to the original.
+        fields = {name: _to_tuples(value) for name, value in dict(json.loads(text)).items()}
         for name in ("members", "waiting"):
-            fields[name] = tuple(starmap(Member.of, fields[name]))
-        for name in ("left", "dead", "failed", "refused", "launchers"):
-            fields[name] = tuple(fields[name])
-        for name in ("incarnations", "worker_incarnations", "facts", "silent"):
-            fields[name] = tuple(map(tuple, fields[name]))
+            fields[name] = tuple(Member(id, Version(*v), *rest) for id, v, *rest in fields[name])
         fields["missed"] = tuple(starmap(MissedMember, fields["missed"]))
         fields["closing"] = tuple(starmap(ClosingMember, fields["closing"]))
         return cls(**fields)
@@ -178,7 +168,7 @@ class Roster:
 
     @property
     def gone(self) -> frozenset[str]:
-        """The members that are known to be done or dead: they hold no further round."""
+        """Members that have finished or died."""
         return frozenset((*self.left, *self.dead))
 
     @property
@@ -191,46 +181,46 @@ class Roster:
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        """The ids of all processes in the roster: members, waiting and missed ones."""
+        """Ids of all members, waiting processes and missed members."""
         return (*self.ids, *self.waiting_ids, *map(_id, self.missed))
 
     @property
     def finished(self) -> bool:
-        """Whether the last members are gone, and at least one of them had finished."""
+        """Whether all members are gone and at least one finished."""
         return bool(self.left) and self.gone >= set(self.ids)
 
     def worker_of(self, id: str) -> int:
-        """Return the number of the worker that a process belongs to."""
+        """Return the worker number of a process."""
         return number_of(id) // self.processes
 
     def is_replaced(self, id: str) -> bool:
-        """Return whether a process of the same number, or the same process, has a newer id."""
+        """Return whether the process number has a newer incarnation."""
         number, _, incarnation = id.partition(".")
         return dict(self.incarnations).get(int(number), 0) > int(incarnation)
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The numbers of the members' workers, in rank order."""
+        """Worker numbers of the members, in rank order."""
         return tuple(dict.fromkeys(map(self.worker_of, self.ids)))
 
     @property
     def _versions(self) -> list[Version]:
-        """The version that each worker holds, in rank order."""
+        """Version of each worker, in rank order."""
         versions: dict[int, Version] = {}
         for member in self.members:
             worker = self.worker_of(member.id)
-            # A worker holds only what all of its processes hold.
+            # The least advanced process determines the version of a worker.
             versions[worker] = min(member.version, versions.get(worker, member.version))
         return list(versions.values())
 
     @property
     def source(self) -> int:
-        """The rank that sends joiners the state: the lowest rank with the highest version."""
+        """Rank that sends state to joiners: the lowest rank with the highest version."""
         return self._versions.index(max(self._versions))
 
     @property
     def joiners(self) -> tuple[int, ...]:
-        """The ranks that need the state. If no rank holds any state: all but the source."""
+        """Ranks that need the state. If no rank has state: all ranks except the source."""
         versions = self._versions
         source = self.source
         best = versions[source]._replace(established=True)
@@ -242,10 +232,10 @@ class Roster:
         return tuple(joiners)
 
     def ends_with(self, generation: int, round_index: int, id: str) -> bool:
-        """Return whether a settled round was its generation's last, with one answer for all."""
-        # A later round may have been undone meanwhile. Members with several processes learn that
-        # only when they come to that round, so that all processes of a worker get the same answer.
-        # A worker of one process may learn it at once.
+        """Return whether a settled round was the last round of the generation."""
+        # A later round may have been undone since. With multiple processes per worker, all
+        # processes must get equal answers, so the later round must not affect the answer. A worker
+        # with a single process may regroup early.
         last: Roster | MissedMember = self
         if self.generation != generation:
             missed = self._find_missed(generation, id)
@@ -255,7 +245,7 @@ class Roster:
         return last.rounds <= round_index or (last.ended_kept and last.rounds == round_index + 1)
 
     def settled(self, generation: int, round_index: int, id: str) -> bool | None:
-        """Return whether the members kept a round; None while that is open."""
+        """Return whether the members kept a round; None while undecided."""
         if self.generation == generation:
             if self.rounds > round_index:
                 return True
@@ -264,8 +254,8 @@ class Roster:
         if missed is not None:
             return missed.rounds > round_index
         raise RuntimeError(
-            f"worker {self.worker_of(id)} was stopped for some time, and another worker with its "
-            "number has joined meanwhile. Give each worker a number (MANYHANDS_WORKER) of its own."
+            f"worker {self.worker_of(id)} was stopped for some time, and a second worker with this "
+            "number has joined since. Give each worker a unique number (MANYHANDS_WORKER)."
         )
 
     def _find_missed(self, generation: int, id: str) -> MissedMember | None:
@@ -278,103 +268,108 @@ class Roster:
 
     @property
     def here(self) -> frozenset[str]:
-        """The members and the waiting processes, but those that are gone."""
+        """Members and waiting processes, without finished or dead processes."""
         return self.waiting_ids.union(self.ids) - self.gone
 
     def watched_by(self, own: str) -> tuple[str, ...]:
-        """Return the members and waiting processes whose heartbeats a process reads.
+        """Return the members and waiting processes that a process watches.
 
-        They follow it on a ring, whose order has nothing to do with hosts: if a host or half of the
-        crew is lost, each lost process still has watchers. Those that are reported to be silent are
-        read as well, so that their return is noticed, and so is a process with the same number.
+        Each process watches the next processes on a ring. The order of the ring is independent of
+        hosts: if a host or half of the crew is lost, each lost process has living watchers. A
+        process also watches silent successors, to notice their return, and processes with an equal
+        number.
         """
         ring = sorted({*self.here, own}, key=lambda id: sha256(id.encode()).digest())
-        others = ring[ring.index(own) + 1 :] + ring[: ring.index(own)]
+        after = ring.index(own) + 1
+        successors = ring[after:] + ring[: after - 1]
         silent = dict(self.silent)
-        awake = [id for id in others if id not in silent]
-        number = own.partition(".")[0]
-        same = [id for id in others if id.partition(".")[0] == number]
-        return tuple(dict.fromkeys((*others[:WATCHED], *awake[:WATCHED], *same)))
+        awake = [id for id in successors if id not in silent]
+        number = own.partition(".")[0]  # a launcher's id has no process number
+        same = [id for id in successors if id.partition(".")[0] == number]
+        return tuple(dict.fromkeys((*successors[:WATCHED], *awake[:WATCHED], *same)))
 
     def report(self, counts: Mapping[str, int], silent: Set[str]) -> Roster:
-        """Take in which of the heartbeats that a process has read stand still."""
+        """Record silent processes. Remove entries of processes with an advanced heartbeat."""
         here = self.here
         if len(here) <= WATCHED + 1:
-            return self  # each process watches all others
+            return self  # every process watches all heartbeats
         found = dict(self.silent)
         for id, count in counts.items():
             if id in silent:
                 found[id] = count
-            elif count > found.get(id, count):  # beyond its reported count: a sign of life
+            elif count > found.get(id, count):  # the process is alive
                 del found[id]
         return replace(self, silent=tuple(sorted((i, n) for i, n in found.items() if i in here)))
 
     # -- a round -------------------------------------------------------------------------------
 
     def keep(self, generation: int, round_index: int, sync_round: bool = True) -> Roster:
-        """Keep a round: all members have arrived."""
-        # The generation ends with this round if there are processes to let in or members that are
-        # gone: its process group then has the wrong size.
-        if self.generation != generation or self.ended or self.rounds > round_index:
-            return self  # another member has decided first
+        """Keep a round after all members have arrived."""
+        if self._is_decided(generation, round_index):
+            return self
+        # The generation ends if processes wait to join or members are gone, because the process
+        # group then has the wrong size.
         last = bool(self.admissible or self.gone)
-        begun = self.begun or sync_round
-        return replace(self, rounds=round_index + 1, ended=last, ended_kept=last, begun=begun)
+        synced = self.synced or sync_round
+        return replace(self, rounds=round_index + 1, ended=last, ended_kept=last, synced=synced)
 
     def undo(self, generation: int, round_index: int) -> Roster:
         """Undo a round in which a member did not arrive."""
-        # The generation ends, because a broken exchange leaves its connections unusable.
-        if self.generation != generation or self.ended or self.rounds > round_index:
-            return self  # another member has decided first
+        if self._is_decided(generation, round_index):
+            return self
+        # A failed exchange makes the connections unusable, so the generation ends.
         return replace(self, ended=True)
 
+    def _is_decided(self, generation: int, round_index: int) -> bool:
+        return self.generation != generation or self.ended or self.rounds > round_index
+
     def close(self, id: str, generation: int, round_index: int, steps: int) -> Roster:
-        """Record that a member has finished, after this number of steps."""
+        """Record that a member has finished after this number of steps."""
         if self.generation != generation or self.ended or id not in self.ids:
             return self
         closing = ClosingMember(id, round_index, steps)
         return replace(self, closing=(*_others(self.closing, {id}), closing))
 
     def closing_at(self, round_index: int) -> dict[str, int]:
-        """Return the steps of each member that is closing at this round, by id."""
+        """Return the steps of each member that closes at this round, by id."""
         return {m.id: m.steps for m in self.closing if m.round_index == round_index}
 
     # -- joining and leaving -------------------------------------------------------------------
 
     def count_incarnation(self, number: int) -> Roster:
-        """Count one more start of the process with this number."""
+        """Count a start of the process with this number."""
         return replace(self, incarnations=_count(self.incarnations, number))
 
     def count_worker_incarnation(self, worker: int) -> Roster:
-        """Count one more start of this worker with all its processes."""
+        """Count a start of this worker with all processes."""
         return replace(self, worker_incarnations=_count(self.worker_incarnations, worker))
 
     def set_facts(self, inner_rank: int, digest: str) -> Roster:
-        """Set the run's facts for an inner rank, unless an earlier process has set them."""
+        """Set the run's facts of an inner rank, unless a process has set these facts earlier."""
         if inner_rank in dict(self.facts):
             return self
         return replace(self, facts=(*self.facts, (inner_rank, digest)))
 
     def refuse(self, number: int) -> Roster:
-        """Record that the process of this number may not join: its facts differ."""
+        """Refuse the process with this number because the facts differ."""
         return replace(self, refused=tuple(sorted({*self.refused, number})))
 
     def ask_to_join(self, *asking: Member) -> Roster:
-        """Ask to be in the next generation. A member that asks ends the present generation."""
+        """Ask to join the next generation. A request of a member ends the current generation."""
         ids = set(map(_id, asking))
         numbers = set(map(_number, asking))
         return replace(
             self,
             ended=self.ended or not ids.isdisjoint(self.ids),
             waiting=(*_others(self.waiting, ids), *asking),
-            # The process is back, under this id or a newer one: old entries have no use any more.
+            # The process has returned under this id or a newer id, so drop old entries.
             missed=tuple(m for m in self.missed if number_of(m.id) not in numbers),
             silent=tuple(entry for entry in self.silent if entry[0] not in ids),
             refused=tuple(number for number in self.refused if number not in numbers),
         )
 
     def without(self, *ids: str, left: bool = False) -> Roster:
-        """Remove processes that have finished (`left`) or died."""
+        """Remove processes that finished (`left`) or died."""
         gone = tuple(id for id in self.ids if id in ids and id not in self.gone)
         waiting = _others(self.waiting, ids)
         rest = replace(self, waiting=waiting, missed=_others(self.missed, ids))
@@ -383,14 +378,14 @@ class Roster:
         return replace(rest, dead=(*self.dead, *gone))
 
     def fail(self, id: str) -> Roster:
-        """Remove a process that ended with an error; before the first sync round the run ends."""
+        """Remove a process that failed. Before the first sync round this ends the run."""
         rest = self.without(id)
-        if id in self.ids and not self.begun:
+        if id in self.ids and not self.synced:
             return replace(rest, failed=(*self.failed, id))
         return rest
 
     def without_number(self, number: int, left: bool = False) -> Roster:
-        """Remove the process with this number, whatever its incarnation."""
+        """Remove all incarnations of the process with this number."""
         ids = (id for id in self.everyone if number_of(id) == number)
         return self.without(*ids, left=left)
 
@@ -399,13 +394,13 @@ class Roster:
         return replace(self, launchers=(*self.launchers, launcher))
 
     def without_launcher(self, launcher: str) -> Roster:
-        """Remove a launcher that has ended."""
-        return replace(self, launchers=tuple(one for one in self.launchers if one != launcher))
+        """Remove a launcher after its end."""
+        return replace(self, launchers=tuple(id for id in self.launchers if id != launcher))
 
     # -- the next generation -------------------------------------------------------------------
 
     def present(self, silent: Set[str]) -> list[Member]:
-        """Return the waiting processes of workers that are complete and alive, by number."""
+        """Return the waiting processes of complete living workers, sorted by number."""
         workers: dict[tuple[int, int], list[Member]] = {}
         for member in self.waiting:
             if member.id not in silent:
@@ -419,13 +414,13 @@ class Roster:
 
     @property
     def admissible(self) -> list[Member]:
-        """The waiting processes that can reach all members of the present generation."""
+        """Waiting processes that can reach all members of the current generation."""
         members = set(self.ids)
         return [m for m in self.present(set()) if members.isdisjoint(m.cut_from)]
 
     def together(self, silent: Set[str]) -> list[Member]:
         """Return the largest set of present processes that all reach each other, by number."""
-        # Of several such sets, the one with the highest version, and then with the lowest number.
+        # Ties are broken by the highest version, then by the lowest number.
         found = self.present(silent)
         apart = {frozenset((m.id, other)) for m in found for other in m.cut_from}
         if not apart:
@@ -434,32 +429,34 @@ class Roster:
         for first in found:
             chosen = [first]
             for member in found:
-                lines = (frozenset((member.id, one.id)) for one in chosen)
-                if member is not first and apart.isdisjoint(lines):
+                links = (frozenset((member.id, other.id)) for other in chosen)
+                if member is not first and apart.isdisjoint(links):
                     chosen.append(member)
             sets.append(chosen)
         best = max(sets, key=lambda chosen: (len(chosen), max(m.version for m in chosen)))
         return sorted(best, key=_number)
 
     def absent(self, silent: Set[str]) -> tuple[str, ...]:
-        """Return the members that do not wait yet, though their worker is not known to be lost."""
+        """Return members of living workers that have not asked to join the next generation."""
         lost = {self.worker_of(id) for id in self.ids if id in self.gone or id in silent}
         here = self.waiting_ids
         return tuple(id for id in self.ids if id not in here and self.worker_of(id) not in lost)
 
     def has_quorum(self, silent: Set[str], quorum: int) -> bool:
-        """Return whether enough workers wait. Those that have finished count as well."""
+        """Return whether enough workers wait. Finished workers count as well."""
         return len(self.together(silent)) + self.done >= quorum * self.processes
 
     def complete(
         self, silent: Set[str], expected: int, late: bool = False, quorum: int = 1
     ) -> bool:
-        """Return whether the next generation can begin."""
-        # It needs a `quorum` of workers, and waits for all living members. Without a living member
-        # this is a start: it waits until `expected` workers are present, or until it is `late`.
+        """Return whether the next generation can start.
+
+        A generation needs a `quorum` of workers and waits for all living members. Without a living
+        member, it waits for `expected` workers, unless `late` is set.
+        """
         here = self.present(silent)
         if not here or len(set(map(_number, here))) < len(here):
-            return False  # of two processes with one number, one will give up
+            return False  # of two processes with an equal number, the newer raises an error
         if self.absent(silent) or not self.has_quorum(silent, quorum):
             return False
         start = set(self.ids).isdisjoint(map(_id, here))
@@ -468,17 +465,17 @@ class Roster:
     def begin_next(
         self, after: int, silent: Set[str], expected: int, late: bool, quorum: int
     ) -> Roster:
-        """Begin the generation that follows `after`, if it is still complete."""
-        # Another process may have begun it meanwhile, or a waiting one may have died.
+        """Start the generation that follows `after`, if complete."""
+        # A concurrent change may have started the generation or removed a waiting process.
         if self.generation == after and self.complete(silent, expected, late, quorum):
             return self.next(silent)
         return self
 
     def next(self, silent: Set[str]) -> Roster:
-        """Begin the next generation, with ranks in the order of the workers' numbers."""
+        """Start the next generation, with ranks in the order of worker numbers."""
         members = tuple(self.together(silent))
         ids = set(map(_id, members))
-        # A member of the last generation, or a process with a checkpoint, still holds the state.
+        # Members of the last generation and processes with a checkpoint have state.
         survivors = any(member.id in self.ids or member.version.has_state for member in members)
         missed = list(self.missed)
         for id in self.ids:
@@ -496,14 +493,14 @@ class Roster:
             left=(),
             dead=(),
             failed=(),
-            all_lost=self.begun and not survivors,
+            all_lost=self.synced and not survivors,
             closing=(),
             silent=(),
         )
 
 
 def _others(entries: Iterable[Any], ids: Collection[str]) -> tuple[Any, ...]:
-    """Return the entries that have none of these ids."""
+    """Return the entries with other ids."""
     return tuple(entry for entry in entries if entry.id not in ids)
 
 
@@ -512,3 +509,10 @@ def _count(counts: tuple[tuple[int, int], ...], number: int) -> tuple[tuple[int,
     known = dict(counts)
     known[number] = known.get(number, 0) + 1
     return tuple(sorted(known.items()))
+
+
+def _to_tuples(value: Any) -> Any:
+    """Convert lists, including nested lists, to tuples."""
+    if isinstance(value, list):
+        return tuple(map(_to_tuples, value))
+    return value

@@ -1,56 +1,53 @@
-"""Use the store of a crew: calls that cannot hang, signed values, heartbeats, and the roster.
+"""Access to a crew's store: calls that cannot hang, signed values, heartbeats and the roster.
 
-A call to a store whose host is frozen or cut off does not return, and cannot be cancelled. So a
-thread with its own connection makes the calls. The caller waits until the store has been silent for
-`STORE_TIMEOUT` seconds, counted from the start of the unanswered call. Between the calls the thread
-writes this worker's heartbeat, whatever the rest of the process does.
+A call to a store on a frozen or unreachable host does not return and cannot be canceled. A thread
+with a separate connection therefore makes the calls. The caller waits until the store has been
+silent for `STORE_TIMEOUT` seconds since the start of the unanswered call. Between calls, the thread
+writes this worker's heartbeat, independent of the rest of the process.
 
     client = StoreClient("10.0.0.1:29400", interval=1.0, signer=signer)
     client.put("name", "value")                # signed
     client.fetch("name")                       # the raw value, or None; never waits for a write
-    client.start_heartbeat("heartbeat/3.1")    # from now on, every `interval` seconds
+    client.start_heartbeat("heartbeat/3.1")    # write every `interval` seconds
     client.close()
 
-Only a process that knows the run's secret can have written a signed value:
+Only a process with the run's secret can produce a signed value:
 
     value = HMAC(secret, key | text) | text    HMAC-SHA256, in hexadecimal
 
-The key is part of what is signed, so a value written for one key is worthless under another. The
-signature does not say that a value is the newest of its key. Counters in the text do (of changes,
-heartbeats and rounds), and the reader checks them. A value without a valid signature is ignored,
-counted and logged.
+The signature covers the key, so a value copied to a different key is invalid. A signature does not
+prove that a value is the newest: readers check counters in the text (of changes, heartbeats and
+rounds). Values without a valid signature are ignored, counted and logged.
 
-Two methods of torch's store are not used here. `add` fails and breaks the connection if a stranger
-has stored a text that is not a number. `wait` would hang if a stranger deletes the key.
+Two methods of torch's store are not used. `add` fails and breaks the connection if a stranger has
+stored a text that is not a number. `wait` hangs if a stranger deletes the key.
 
-All keys begin with "manyhands/":
+All keys start with "manyhands/":
 
     roster            the roster (_roster.py)
-    revision          the roster's revision: cheap to read, so that watching costs little
-    heartbeat/ID      a counter that a living process increases, and the revision that it knows
-    asks/G            a line of each member of generation G that asks to be in the next one
+    revision          the roster's revision: cheap to read while watching for changes
+    heartbeat/ID      a counter that a living process increases, with the last known revision
+    asks/G            requests of members of generation G to join the next generation, one per line
     arrived/G/ID      the latest round of generation G at which this member has arrived
     facts/P           the facts that inner rank P of all workers shares (_enrollment.py)
-    door/ID           where others see whether they reach a process (_enrollment.py); with a quorum
-    environment/N     the variables that the script of process number N has changed (_kept.py)
-    expected          the number of workers that the first round waits for
-    group/G/P/...     where inner rank P of each member of generation G publishes its addresses
+    door/ID           the address for reachability tests (_enrollment.py), with a quorum
+    environment/N     variables changed by the script of process number N (_fork_server.py)
+    expected          number of workers for the first round
+    group/G/P/...     addresses of the gloo group of inner rank P in generation G
 
-Keys of a generation are deleted when a later generation has kept its first round.
+Keys of a generation are deleted after the first round of a later generation.
 
-All values but the revision, which is only a hint, are signed (_store.py). A stranger may overwrite
-or delete the roster, or put back an older one. A process that notices this writes the roster
-that it knows again, unless a living process knows a newer one: each heartbeat carries the revision
-that its sender knows. A decision that only a dead process has read is lost with it: the others
-decide again.
-
-`HeartbeatMonitor` (_ranks/message_box.py) decides which processes have no heartbeat any more.
+All values are signed except the revision, which is only a hint. A stranger may overwrite or delete
+the roster, or restore an older roster. Processes that detect this write the last known roster
+again, unless a living process knows a newer revision: heartbeats contain the revision known to
+their sender. A decision that was read only by dead processes is lost, and the members decide again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import logging
 import os
 import queue
@@ -58,21 +55,23 @@ import random
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
 from manyhands._arguments import shown
+from manyhands._ranks.groups import internet_sockets
 from manyhands._ranks.message_box import HeartbeatMonitor, MessageBox
-from manyhands._ranks.sockets import survive_cuts, survive_cuts_to
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster
 from manyhands.errors import StoreLost
 
@@ -80,48 +79,52 @@ SECRET_VARIABLE = "MANYHANDS_SECRET"
 SHORTEST_SECRET = 16  # characters
 UNSIGNED = "it is not signed with the secret of this run"
 SIGNATURE_LENGTH = hashlib.sha256().digest_size * 2  # hexadecimal digits
-STORE_TIMEOUT = 30.0  # seconds in which the store must answer, and in which it must be reachable
-LOOK = 0.5  # seconds between two looks of a waiting call whether the connection has ended
-MISSING = secrets.token_hex(8)  # equals no stored value
+STORE_TIMEOUT = 30.0  # seconds within which the store must answer
+LOOK = 0.5  # seconds between two checks whether the connection of a waiting call has ended
+MISSING = secrets.token_hex(8)  # differs from all stored values
 LOOPBACK = re.compile(r"localhost|127\..*|::1")
+TCP_RTO_MAX_MS = 44  # of Linux 6.15, missing in Python's socket module
+FIRST_PAUSE = 0.002  # seconds between two looks at the store: initial value,
+LONGEST_PAUSE = 0.03  # and maximum for up to CROWD members
+CROWD = 256
 
 PREFIX = "manyhands/"
 ROSTER = PREFIX + "roster"
 REVISION = PREFIX + "revision"
-REREAD = 0.0003  # seconds between two readings of a changed roster, for each process in it
-ASK_SPREAD = 0.005  # seconds for each member that has not asked, over which they ask
-ASK_PAUSE = 0.0001  # seconds for each member, until one looks again whether another has asked
-REPAIR_DELAY = 2.5  # seconds in which every living process has at least two heartbeats
-REPAIR_TIMEOUT = STORE_TIMEOUT  # seconds in which a wrong roster must be repaired
+REREAD = 0.0003  # seconds between two reads of a changed roster, per process in the roster
+ASK_SPREAD = 0.005  # seconds per absent member over which requests to join are spread
+ASK_PAUSE = 0.0001  # seconds per member between two looks for requests of other members
+REPAIR_DELAY = 2.5  # seconds: every living process writes two or more heartbeats
+REPAIR_TIMEOUT = STORE_TIMEOUT  # seconds within which an invalid roster must be repaired
 
-_dice = random.SystemRandom()  # not the script's random numbers, and not the same after a fork
-Call = tuple[Future[Any], str, tuple[object, ...]]  # its result, the store's method, arguments
+_dice = random.SystemRandom()  # independent of the script's seed and different after a fork
+Call = tuple[Future[Any], str, tuple[object, ...]]  # result, name of the method, arguments
 
 log = logging.getLogger("manyhands")
 
 
 class Signer:
-    """Signs and verifies the values of one run."""
+    """Signs and verifies the values of a run."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
-        self.ignored = 0  # values that no member can have written
+        self.ignored = 0  # number of invalid values
 
     @classmethod
     def from_environment(cls, secret: str | None = None) -> Signer:
-        """Make a signer with this secret, or with the environment's."""
+        """Create a signer with this secret or the secret in the environment."""
         secret = secret or os.environ.get(SECRET_VARIABLE, "")
         if not secret:
             raise ValueError(
-                "a crew's workers sign what they write to the store, and got no secret to sign it "
-                f"with. Set {SECRET_VARIABLE} to the same text for all workers of the run, such as "
-                '`python -c "import secrets; print(secrets.token_hex())"` prints (`manyhands run` '
-                "makes one for the workers of one host)."
+                "the workers of a crew sign their values in the store and need a secret, got none. "
+                f"Set {SECRET_VARIABLE} to the same text for all workers of the run, such as the "
+                'output of `python -c "import secrets; print(secrets.token_hex())"` (`manyhands '
+                "run` creates a secret for the workers of a single host)."
             )
         if len(secret) < SHORTEST_SECRET:
             raise ValueError(
                 f"the secret of a run ({SECRET_VARIABLE}) must have at least {SHORTEST_SECRET} "
-                f"characters, got {len(secret)}. Shorter secrets can be found by trying all."
+                f"characters, got {len(secret)}. Shorter secrets can be guessed."
             )
         return cls(secret)
 
@@ -130,28 +133,28 @@ class Signer:
         return self.signature(key, text.encode()) + text
 
     def verify(self, key: str, value: bytes) -> str | None:
-        """Return the text of a stored value; None if no member wrote it under this key."""
+        """Return the text of a stored value; None if the signature is invalid for this key."""
         signature = value[:SIGNATURE_LENGTH]
         text = value[SIGNATURE_LENGTH:]
-        # compare_digest takes equally long for every wrong signature: timing tells nothing.
+        # compare_digest needs equal time for all wrong signatures, so timing reveals no digits.
         if hmac.compare_digest(signature, self.signature(key, text).encode()):
             return text.decode()
         return None
 
     def verify_or_ignore(self, key: str, value: bytes) -> str | None:
-        """Return the text as `verify` does; count and log a value that no member wrote."""
+        """Return the text like `verify`; count and log an invalid value."""
         text = self.verify(key, value)
         if text is None:
             self.ignore(key, UNSIGNED)
         return text
 
     def ignore(self, key: str, why: str) -> None:
-        """Count an ignored value, and log it: only the 1st, 2nd, 4th, 8th, ... of many."""
+        """Count an ignored value. Log the 1st, 2nd, 4th, 8th, ... ignored value."""
         self.ignored += 1
         if self.ignored & (self.ignored - 1) == 0:  # a power of 2
             log.warning(
-                "a value in the store is ignored (%d so far): %r, because %s. A stranger writes to "
-                "the store, or a worker has another secret.",
+                "ignoring a value in the store (%d so far): %r, because %s. A stranger writes to "
+                "the store, or a worker uses a different secret.",
                 self.ignored,
                 key,
                 why,
@@ -159,31 +162,31 @@ class Signer:
 
     def signature(self, key: str, text: bytes) -> str:
         """Return the signature of a text under this key, without the text."""
-        # With the key's length in front, no other pair of key and text gives the same message.
+        # The length of the key makes the message unique to this pair of key and text.
         message = f"{len(key)}|{key}|".encode() + text
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
 
 class StoreClient(MessageBox):
-    """The crew's message box: all messages are signed, and no call can hang its caller."""
+    """The crew's message box: all messages are signed, and no call can hang the caller."""
 
     def __init__(self, store: str, interval: float, signer: Signer) -> None:
         super().__init__(store)
         self.signer = signer
-        self.known_revision = 0  # of the roster; each heartbeat carries it
+        self.known_revision = 0  # of the roster, part of each heartbeat
         self._interval = interval
         self._heartbeat_key: str | None = None
         self._heartbeats = 0
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None ends the thread
         self._error: Exception | None = None
-        # The start of the unanswered call, None between calls. The thread writes it, callers read
-        # it: one reference, so no lock is needed. Connecting is the first thing to wait for.
+        # Start of the unanswered call; None between calls. The thread assigns a single reference,
+        # so readers need no lock. The initial wait is for the connection.
         self._waiting_since: float | None = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="manyhands store", daemon=True)
         self._thread.start()
 
     def call(self, name: str, *args: object) -> Any:
-        """Call the store's method of this name, and return its result."""
+        """Call the store's method of this name and return the result."""
         result: Future[Any] = Future()
         self._calls.put((result, name, args))
         while self._error is None:
@@ -203,30 +206,30 @@ class StoreClient(MessageBox):
         self.call("set", key, self.signer.sign(key, text))
 
     def append(self, key: str, text: str) -> None:
-        """Add a line to a stored text; each line is signed by itself."""
+        """Add a separately signed line to a stored text."""
         self.call("append", key, self.signer.sign(key, text) + "\n")
 
     def fetch(self, key: str) -> bytes | None:
-        """Return the stored value, without a look at its signature; None if there is none."""
-        # `get` would wait for a missing key. compare_set answers at once: it never matches
-        # MISSING, writes nothing, and returns the stored value, or MISSING if there is none.
+        """Return the stored value without verifying the signature; None if there is none."""
+        # `get` would wait for a missing key. compare_set returns immediately: MISSING never matches
+        # a stored value, so compare_set writes nothing and returns the stored value or MISSING.
         value: bytes = self.call("compare_set", key, MISSING, MISSING)
         if value == MISSING.encode():
             return None
         return value
 
     def text_of(self, key: str, value: bytes | None) -> str:
-        """Return the text of a stored value, if a member wrote it under this key; else ""."""
+        """Return the text of a stored value, or "" if the signature is invalid."""
         return "" if value is None else self.signer.verify_or_ignore(key, value) or ""
 
     def read_all(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts of several keys, as `read` does."""
-        if keys and self.call("check", list(keys)):  # one round trip for all
+        """Return the texts of multiple keys, like `read`."""
+        if keys and self.call("check", list(keys)):  # all exist: a single round trip
             return list(map(self.text_of, keys, self.call("multi_get", list(keys))))
         return list(map(self.read, keys))
 
     def start_heartbeat(self, key: str) -> None:
-        """Increase the signed counter under this key from now on."""
+        """Start increasing the signed counter under this key."""
         self._heartbeats = 0
         self._heartbeat_key = key
         self.put(key, self._next_heartbeat())
@@ -236,19 +239,19 @@ class StoreClient(MessageBox):
         return f"{self._heartbeats} {self.known_revision}"
 
     def close(self) -> None:
-        """End the thread, and with it the heartbeat."""
+        """End the thread and the heartbeat."""
         self._calls.put(None)
-        self._thread.join(1.0)  # a thread that hangs in a call is left behind: it is a daemon
+        self._thread.join(1.0)  # a hanging call ends with the process, as the thread is a daemon
 
     def _run(self) -> None:
-        """Make the calls of all threads, one by one, and the heartbeats between them."""
+        """Make the calls of all threads in order, with heartbeats in between."""
         try:
             client = connect_to_store(self.store)
             due = time.monotonic()
             while True:
                 self._waiting_since = None
                 pause = due - time.monotonic()
-                if pause <= 0:  # the heartbeat comes first, so that many calls do not delay it
+                if pause <= 0:  # heartbeats have priority over calls
                     self._waiting_since = time.monotonic()
                     due = self._waiting_since + self._interval
                     key = self._heartbeat_key
@@ -268,7 +271,7 @@ class StoreClient(MessageBox):
                 except Exception as error:
                     result.set_exception(error)
         except Exception as error:
-            self._error = error  # of every call
+            self._error = error  # raised by every call
 
 
 def parse_address(store: str) -> tuple[str, int]:
@@ -276,28 +279,63 @@ def parse_address(store: str) -> tuple[str, int]:
     host, colon, port = str(store).rpartition(":")
     if not (host and colon and port.isdigit()):
         raise ValueError(f'store is "host:port", such as "10.0.0.1:29400", got {shown(store)}.')
-    return host.strip("[]"), int(port)  # brackets as in "[::1]:29400"
+    return host.strip("[]"), int(port)  # IPv6: "[::1]:29400"
+
+
+def own_address(store: str) -> str:
+    """Return the address of this host's interface that reaches the store."""
+    host, port = parse_address(store)
+    family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)  # a datagram socket only selects a route and sends no packet
+        return str(probe.getsockname()[0])
+
+
+def next_pause(pause: float, members: int) -> float:
+    """Return the pause before the next look at the store. Large crews look less often."""
+    return min(1.5 * pause, LONGEST_PAUSE * max(1.0, members / CROWD))
 
 
 def connect_to_store(store: str) -> TCPStore:
-    """Connect to a store, which may still be starting."""
+    """Connect to a store that may still be starting."""
     host, port = parse_address(store)
     timeout = timedelta(seconds=STORE_TIMEOUT)
     try:
         client = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     except dist.DistError as error:
         raise OSError(f"no process answers there ({error})") from error
-    if not LOOPBACK.fullmatch(host):  # which no cut interrupts
-        survive_cuts_to(port, 2 * STORE_TIMEOUT)  # the caller gives up first
+    if sys.platform == "linux" and not LOOPBACK.fullmatch(host):
+        # torch has no option for this connection, so find the sockets connected to the port.
+        for end in internet_sockets():
+            with closing(end), suppress(OSError):  # not connected
+                if end.getpeername()[1] == port:
+                    survive_cuts(end)
     return client
 
 
+def survive_cuts(end: socket.socket) -> None:
+    """Let a connection survive network cuts and continue soon after a cut.
+
+    TCP doubles the pause before each retry: after a cut of 10 s, TCP may wait up to 10 s more, so
+    limit the pause to a second. TCP gives up after 15 retries, which then take 15 s, so extend the
+    timeout to twice the patience of `StoreClient`.
+    """
+    if sys.platform == "linux":
+        options = {socket.TCP_USER_TIMEOUT: round(2000 * STORE_TIMEOUT), TCP_RTO_MAX_MS: 1000}
+        for option, milliseconds in options.items():
+            with suppress(OSError):  # an older Linux, or a datagram socket of a different thread
+                end.setsockopt(socket.IPPROTO_TCP, option, milliseconds)
+
+
 def serve_store(host: str, port: int = 0) -> tuple[TCPStore, str]:
-    """Host a store at this address only, and return it with its "host:port". Port 0: a free one."""
+    """Serve a store on this address only; return the store and "host:port".
+
+    Port 0 selects a free port.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By itself TCPStore would listen on all interfaces. So it gets a socket that already listens.
+    # TCPStore would listen on all interfaces, unless given a listening socket.
     listening = socket.create_server((host, port), family=family, backlog=1024)
-    survive_cuts(listening, 2 * STORE_TIMEOUT)  # and all connections that it accepts
+    survive_cuts(listening)  # accepted connections inherit the options
     port = listening.getsockname()[1]
     store = TCPStore(
         host,
@@ -306,48 +344,147 @@ def serve_store(host: str, port: int = 0) -> tuple[TCPStore, str]:
         True,
         timedelta(seconds=30),
         wait_for_workers=False,
-        master_listen_fd=listening.detach(),  # the store owns and closes it from here on
+        master_listen_fd=listening.detach(),  # now owned and closed by the store
     )
     return store, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# -- making gloo groups --------------------------------------------------------------------------
+
+
+class StoreConnection:
+    """Reusable connection to the store for creating gloo groups.
+
+    New connections are expensive if name lookups are slow: torch looks up the peer's name at both
+    ends, and the store answers no other call in the meantime.
+    """
+
+    def __init__(self, store: str, signer: Signer) -> None:
+        self.store = store
+        self.signer = signer
+        self._client: TCPStore | None = None
+        self._failures = 0  # consecutive groups that failed to connect
+
+    def acquire(self) -> TCPStore:
+        """Return the connection, or a new connection if the last user has not returned it."""
+        # A client cannot be shared while a call waits, as in a group that never connects.
+        client = self._client
+        self._client = None
+        return connect_to_store(self.store) if client is None else client
+
+    def put_back(self, client: TCPStore) -> None:
+        self._client = client
+
+    def forget(self) -> None:
+        """Drop the connection after the store was lost."""
+        self._client = None
+
+    def count_failure(self, connected: bool, error: Exception | None, number: int) -> None:
+        """Log the 2nd, 4th, 8th, ... consecutive failure of worker `number` to connect."""
+        # A single failure is expected if a member dies.
+        self._failures = 0 if connected else self._failures + 1
+        tell = self._failures > 1 and self._failures & (self._failures - 1) == 0
+        if tell and error is not None:
+            log.warning(
+                "worker %d cannot connect to the other workers and retries: %s", number, error
+            )
+
+
+class SignedStore(Store):
+    """A torch store for gloo addresses that only members can write."""
+
+    def __init__(self, client: TCPStore, prefix: str, signer: Signer, timeout: float) -> None:
+        super().__init__()
+        self._client = client
+        self._prefix = prefix + "/"
+        self._signer = signer
+        self._timeout = timedelta(seconds=timeout)
+        self._written: dict[str, str] = {}  # texts of this member, by key
+        self._known: dict[str, str] = {}  # texts of all members, by key
+
+    # gloo calls `set`, `get` and `wait` from C++, with addresses as bytes.
+
+    def set(self, key: str, value: bytes | str) -> None:
+        text = value if isinstance(value, str) else value.hex()
+        self._written[key] = text
+        key = self._prefix + key
+        self._client.set(key, self._signer.sign(key, text))
+
+    def get(self, key: str) -> bytes:
+        return bytes.fromhex(self.text(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.text(key, timeout)
+
+    def text(self, key: str, timeout: timedelta | None = None) -> str:
+        """Wait until a member has written this key; return the text."""
+        if key in self._known:
+            return self._known[key]
+        key = self._prefix + key
+        timeout = timeout or self._timeout
+        until = time.monotonic() + timeout.total_seconds()
+        wrong = b""
+        while True:
+            self._client.wait([key], timeout)
+            value = self._client.get(key)
+            text = self._signer.verify(key, value)
+            if text is not None:
+                return text
+            if value != wrong:  # count each forged value a single time
+                wrong = value
+                self._signer.ignore(key, UNSIGNED)
+            if time.monotonic() > until:
+                raise RuntimeError(f"no member has written {key} for {timeout.total_seconds():g} s")
+            time.sleep(0.05)
+
+    def exchange(self, rank: int, size: int) -> None:
+        """Read the addresses of all members in a single request."""
+        self.set(f"member/{rank}", json.dumps(self._written))
+        keys = [f"{self._prefix}member/{other}" for other in range(size)]
+        self._client.wait(keys, self._timeout)
+        texts = map(self._signer.verify, keys, self._client.multi_get(keys))
+        for other, text in enumerate(texts):
+            self._known |= json.loads(text or self.text(f"member/{other}"))
 
 
 # -- heartbeats and the roster ---------------------------------------------------------------------
 
 
 class SharedRoster:
-    """One process's view of the shared roster."""
+    """A process's view of the shared roster."""
 
     def __init__(self, client: StoreClient, monitor: HeartbeatMonitor, processes: int = 1) -> None:
         self.client = client
         self.monitor = monitor
-        self.id = ""  # of this process, once it has a heartbeat
-        self.watched: Callable[[Roster], Iterable[str]] | None = None  # for a launcher
+        self.id = ""  # of this process, after the first heartbeat
+        self.watched: Callable[[Roster], Iterable[str]] | None = None  # set by a launcher
         self._lock = threading.RLock()  # a thread watches while this process trains
         self.roster = Roster(processes=processes, run=secrets.token_hex(8))
-        self._text = self._sign(self.roster)  # as it stands in the store
-        self._revision: bytes | None = None  # the hint that was read last
-        self._looked = 0.0  # when a newcomer last looked whether the others await it
-        self._observed = -float("inf")  # when the heartbeats were read last
-        self._accepted = -float("inf")  # when the roster was read last
-        self._known_revisions: dict[str, int] = {}  # the newest one that each process knows
-        # Expecting "" writes the empty roster only if there is none, and returns the stored one.
+        self._text = self._sign(self.roster)  # signed, as stored
+        self._revision: bytes | None = None  # last hint
+        self._looked = 0.0  # time of the last `may_look`
+        self._observed = -float("inf")  # time of the last look at the heartbeats
+        self._accepted = -float("inf")  # time of the last look at the roster
+        self._known_revisions: dict[str, int] = {}  # newest revision known to each process
+        # Expecting "" writes the empty roster only if none is stored, and returns the stored text.
         self._accept(client.call("compare_set", ROSTER, "", self._text))
         if processes != self.roster.processes:
             raise ValueError(
                 f"the workers of this run have {self.roster.processes} process(es) each, and this "
-                f"one has {processes}. Start all of them alike (`manyhands run --processes`), and "
-                "give the crew its inner_group."
+                f"one has {processes}. Start all workers alike (`manyhands run --processes`), and "
+                "pass inner_group to the crew."
             )
 
     # -- the roster ----------------------------------------------------------------------------
 
     def refresh(self) -> Roster:
-        """Return the roster as it is now. Read the heartbeats too, if they are due."""
+        """Return the current roster. Read the heartbeats if due."""
         with self._lock:
             revision = self.client.fetch(REVISION)
             now = time.monotonic()
-            # The hint is not signed and may be missing or wrong: read the roster now and then
-            # anyway. A long one is read more rarely, so that equally many bytes a second are read.
+            # The hint is not signed and may be missing or wrong, so read the roster regularly. The
+            # interval grows with the roster, to bound the bytes per second.
             size = len(self.roster.everyone)
             pause = max(1, size / WATCHED) * self.monitor.interval
             if revision != self._revision:
@@ -361,7 +498,7 @@ class SharedRoster:
             return self.roster
 
     def may_look(self) -> bool:
-        """Return whether it is time for a newcomer to look again."""
+        """Return whether a newcomer may look again, which is limited to once per interval."""
         now = time.monotonic()
         if now - self._looked < self.monitor.interval:
             return False
@@ -369,7 +506,7 @@ class SharedRoster:
         return True
 
     def change(self, update: Callable[[Roster], Roster]) -> Roster:
-        """Apply an update, again if another process changed the roster first; return the roster."""
+        """Apply an update; retry if a concurrent change was first. Return the roster."""
         pause = 0.001
         with self._lock:
             while (wanted := update(self.roster)) != self.roster:
@@ -380,31 +517,22 @@ class SharedRoster:
                     self._remember(wanted, text)
                     self.client.call("set", REVISION, str(wanted.revision))
                     break
-                # For a missing key, compare_set returns the expected value and writes nothing.
+                # If the key is missing, compare_set returns the expected value and writes nothing.
                 missing = found == self._text.encode()
                 self._accept(None if missing else found)
-                # Many change it at once: give the others time.
+                # Back off in proportion to the number of processes.
                 pause = min(2 * pause, 0.001 * len(self.roster.everyone))
                 time.sleep(_dice.uniform(0.0, pause))
             return self.roster
 
     def ask_to_join(self, member: Member) -> None:
-        """Ask to be in the next generation. Members ask for each other.
+        """Ask to join the next generation. Members ask on behalf of each other.
 
-        Each writes down that it asks, and if none of the others has asked for it after a random
-        time, it asks for all that have written this down. If each of 16 members changed the roster
-        itself, all at once, that would take 0.14 s, and 0.02 s like this.
+        Each member writes a request to a list. After a random time, a member asks for all members
+        on the list. If 16 members changed the roster separately and simultaneously, the changes
+        would take 0.14 s; with the list they take 0.02 s.
         """
         before = self.roster
-        others = dict[str, Member]()
-
-        def ask(roster: Roster) -> Roster:
-            if roster.generation != before.generation or member in roster.waiting:
-                return roster  # it has begun without them, or another one was faster
-            # A member that has asked for itself may have done so after it wrote its line.
-            here = roster.gone | roster.waiting_ids | {member.id}
-            return roster.ask_to_join(member, *(m for m in others.values() if m.id not in here))
-
         if member.id not in before.ids:
             self.change(lambda roster: roster.ask_to_join(member))
             return
@@ -413,13 +541,28 @@ class SharedRoster:
         began = time.monotonic()
         spread = _dice.uniform(0.0, ASK_SPREAD)
         while (now := self.refresh()).generation == before.generation and member not in now.waiting:
-            to_come = {*now.ids} - now.gone - now.waiting_ids
-            if time.monotonic() - began > spread * len(to_come):
-                lines = (self.client.fetch(key) or b"").splitlines()
-                texts = (self.client.text_of(key, line) for line in lines)
-                others |= {m.id: m for text in texts if text for m in Roster.of(text).waiting}
-                self.change(ask)
+            absent = {*now.ids} - now.gone - now.waiting_ids
+            if time.monotonic() - began > spread * len(absent):
+                self._ask_for_all(key, member)
             time.sleep(ASK_PAUSE * len(before.ids))
+
+    def _ask_for_all(self, key: str, member: Member) -> None:
+        """Ask for this member and all members on the list under this key."""
+        listed = dict[str, Member]()
+        for line in (self.client.fetch(key) or b"").splitlines():
+            text = self.client.text_of(key, line)
+            if text:
+                listed |= {m.id: m for m in Roster.of(text).waiting}
+        generation = self.roster.generation
+
+        def ask(roster: Roster) -> Roster:
+            if roster.generation != generation or member in roster.waiting:
+                return roster
+            # A member may have asked separately after writing to the list.
+            here = roster.gone | roster.waiting_ids | {member.id}
+            return roster.ask_to_join(member, *(m for m in listed.values() if m.id not in here))
+
+        self.change(ask)
 
     def _sign(self, roster: Roster) -> str:
         return self.client.signer.sign(ROSTER, roster.text)
@@ -430,7 +573,7 @@ class SharedRoster:
         self.client.known_revision = roster.revision
 
     def _accept(self, found: bytes | None) -> None:
-        """Take over the stored roster. Repair it first if a stranger has changed it."""
+        """Adopt the stored roster. If invalid, repair the stored roster first."""
         until = time.monotonic() + REPAIR_TIMEOUT
         roster, wrong = self._parse(found)
         while roster is None:
@@ -443,14 +586,14 @@ class SharedRoster:
                     raise StoreLost(self.client.store, f"its roster stays wrong: {wrong}")
                 raise ValueError(
                     f"the roster in the store at {self.client.store} cannot be used: {wrong}. Give "
-                    f"all workers and hosts of a run the same {SECRET_VARIABLE}, and each run its "
-                    "own store."
+                    f"all workers and hosts of a run the same {SECRET_VARIABLE}, and each run a "
+                    "separate store."
                 )
         assert found is not None
         self._remember(roster, found.decode())
 
     def _parse(self, found: bytes | None) -> tuple[Roster | None, str]:
-        """Return the stored roster, or None and the reason: forged, malformed or older."""
+        """Return the stored roster, or None and the reason: deleted, forged, malformed or old."""
         if found is None:
             return None, "it was deleted"
         if found == self._text.encode():
@@ -463,13 +606,13 @@ class SharedRoster:
         except (ValueError, TypeError, KeyError) as error:
             return None, f"it is not well-formed ({error})"
         if roster.revision < self.roster.revision:
-            return None, "it is older than what was there before"
+            return None, "it is older than a roster that was read before"
         return roster, ""
 
     def _repair(self) -> None:
-        """Put back the roster that we know, unless a living process knows a newer one."""
+        """Write the last known roster, unless a living process knows a newer revision."""
         if not self.roster.revision:
-            # We have never read a valid roster, so our own secret may be the wrong one.
+            # No valid roster has been read, so the secret of this process may be wrong.
             time.sleep(0.1)
             return
         names = (*self.roster.everyone, *self.roster.launchers)
@@ -482,8 +625,8 @@ class SharedRoster:
             now = self._read_heartbeats(names)
             for id in names:
                 if now[id] > before[id] and self._known_revisions[id] > self.roster.revision:
-                    return  # that process is alive, and repairs the roster when it reads it
-            # Compare and set again: of several processes that repair, only the first one writes.
+                    return  # the living process with the newer revision repairs the roster
+            # Of multiple processes that repair the roster, only the first writes.
             self.client.call("compare_set", ROSTER, found or "", self._text)
             self.client.call("set", REVISION, f"{self.roster.revision} again")
             return
@@ -491,22 +634,22 @@ class SharedRoster:
     # -- heartbeats ----------------------------------------------------------------------------
 
     def observe_heartbeats(self) -> None:
-        """Read the heartbeats of the watched processes; of many, report those that are silent."""
+        """Read the heartbeats of watched processes. In a large crew, report silent processes."""
         watched = self.watched or (lambda roster: roster.watched_by(self.id))
         with self._lock:
             self._observed = time.monotonic()
             counts = self._read_heartbeats(watched(self.roster))
             self.monitor.observe(counts, time.monotonic())
-            if self.watched is None:  # a launcher's stall time is longer than the members'
+            if self.watched is None:  # launchers have a longer stall time and report nothing
                 self.change(lambda roster: roster.report(counts, self.monitor.silent))
 
     @property
     def silent(self) -> frozenset[str]:
-        """The other processes without a heartbeat, as we have seen or their watchers report."""
+        """Other processes without a heartbeat, as observed here or reported by watchers."""
         return self.monitor.silent.union(id for id, _ in self.roster.silent) - {self.id}
 
     def _read_heartbeats(self, ids: Iterable[str]) -> dict[str, int]:
-        """Return each process's heartbeat counter; 0 if no valid one is stored."""
+        """Return the heartbeat counter of each process; 0 if no valid heartbeat is stored."""
         names = list(ids)
         counts = dict.fromkeys(names, 0)
         keys = [f"{PREFIX}heartbeat/{id}" for id in names]
@@ -519,30 +662,30 @@ class SharedRoster:
         return counts
 
     def report_end(self, number: int, left: bool = False) -> None:
-        """Report that the process of this number is done (`left`) or dead: its launcher knows."""
+        """Report that the process with this number has finished (`left`) or died."""
         self.refresh()
         self.change(lambda roster: roster.without_number(number, left))
 
     # -- arriving at rounds --------------------------------------------------------------------
 
     def arrive(self, generation: int, round_index: int, id: str) -> None:
-        """Report that this member has received everything that the round sends it."""
-        # A separate key: members arrive together, and would wait in line to change the roster.
+        """Report that this member has received all data of the round."""
+        # Members arrive simultaneously. A separate key per member avoids contention on the roster.
         self.client.put(f"{PREFIX}arrived/{generation}/{id}", str(round_index))
 
     def not_arrived(self, generation: int, round_index: int, ids: Sequence[str]) -> tuple[str, ...]:
-        """Return those of these members that have not arrived at the round."""
+        """Return the members that have not arrived at the round."""
         keys = [f"{PREFIX}arrived/{generation}/{id}" for id in ids]
         latest = zip(ids, self.client.read_all(keys), strict=True)
         return tuple(id for id, text in latest if not text or int(text) < round_index)
 
     def sweep(self, generation: int) -> None:
-        """Delete this generation's addresses, and all keys of earlier generations."""
-        # So the store stays small. This generation's arrivals stay: its members still read them.
+        """Delete the addresses of this generation and all keys of earlier generations."""
+        # Members still read the arrivals of this generation.
         for key in self.client.call("list_keys"):
             kind, _, rest = key.removeprefix(PREFIX).partition("/")
             number = rest.partition("/")[0]
-            if not number.isdecimal():  # a stranger's key
+            if not number.isdecimal():  # written by a stranger
                 continue
             if (kind == "group" and int(number) <= generation) or (
                 kind in ("arrived", "asks") and int(number) < generation

@@ -1,8 +1,8 @@
-"""Load weights from plain files into a model of any sharding, and write them as plain files.
+"""Load plain weight files into a model of any sharding, and save a model as plain files.
 
-_files.py     the tensors of safetensors files, state dict files and mappings, slice by slice
-_loading.py   fill a model with them: each rank reads what it holds
-_saving.py    write a model as safetensors files of a stated size, with an index
+_files.py     tensors of safetensors files, state dict files and mappings, slice by slice
+_loading.py   fill a model: each rank reads its slices
+_saving.py    write a model as safetensors files of limited size, with an index
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["load_weights", "save_weights"]
 
 
 class IncompatibleNames(NamedTuple):
-    """What `load_weights(strict=False)` did without, as torch's `load_state_dict` says it."""
+    """The names that do not match, in the form that torch's `load_state_dict` returns."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -48,23 +48,23 @@ def load_weights(
     >>> mh.load_weights(model, "linear.pt")
     IncompatibleNames(missing_keys=[], unexpected_keys=[])
 
-    Each rank reads only the slices that it holds, straight into the model's memory, and converts
-    floating-point types on the way. A model on the meta device gets its memory here: build it there
-    and load it before levels 0 to 2 of `shard`, or after level 3.
+    Each rank reads only its slices, straight into the model's memory, and converts floating-point
+    types if needed. Parameters on the meta device receive memory on this rank: build a model there,
+    and load it before levels 0 to 2 of `shard` or after level 3.
 
-    Names are the plain model's. If the source lacks some, has others or other shapes, every rank
-    raises the RuntimeError of `load_state_dict`, and nothing has changed. A tied tensor may have
-    any of its names.
+    The source uses the plain model's names. If names or shapes do not match, every rank raises the
+    RuntimeError of torch's `load_state_dict`, and the model does not change. For a tied tensor any
+    of the names is accepted.
 
     Args:
         model: the model to load into.
-        source: a folder as Hugging Face's (`model.safetensors`, `pytorch_model.bin`, or several of
-            these with their index), a safetensors file, a file of `torch.save(model.state_dict())`,
-            which is read with `weights_only=True`, or a dict of tensors.
-        strict: False leaves what the source lacks as it is, ignores what the model lacks, and
-            returns the names of both.
-        name_in_source: is given each name in the model, and returns that of the source.
-        process_group: the ranks that share the run; all, by default.
+        source: a folder in Hugging Face's layout (`model.safetensors`, `pytorch_model.bin`, or
+            several files with an index), a safetensors file, a file of
+            `torch.save(model.state_dict())`, or a dict of tensors. Pickled files are read with
+            `weights_only=True`.
+        strict: False ignores names that only the model or only the source has, and returns them.
+        name_in_source: maps a name in the model to the name in the source.
+        process_group: the ranks that load together. Default: all ranks.
     """
     ranks = RankGroup.of(process_group)
     wait_for_all_ranks(ranks, "mh.load_weights()")
@@ -85,20 +85,20 @@ def save_weights(
     >>> [path.name for path in mh.save_weights(torch.nn.Linear(3, 1), "exported")]
     ['model.safetensors']
 
-    Names are the plain model's. A larger model becomes `model-00001-of-00003.safetensors` and so
-    on, with their index. A `config.json` is written if the model has a config that can write one,
-    and transformers' `from_pretrained` reads the folder. Rank 0 writes the files. Sharded
-    tensors are gathered one at a time. A tied tensor is written once.
+    The files use the plain model's names. A model above `max_shard_size` is split into
+    `model-00001-of-00003.safetensors` and so on, with an index. If the model has a transformers
+    config, `config.json` is written too, and `from_pretrained` can read the folder. Rank 0 writes
+    the files; sharded tensors are gathered one at a time. A tied tensor is written once.
 
-    Returns the paths of the tensors' files. If a rank fails, every rank raises, and earlier files
-    stay as they were.
+    Returns the paths of the weight files. If a rank fails, every rank raises, and earlier files
+    remain unchanged.
 
     Args:
         model: the model to write.
-        folder: a folder of rank 0; it is made, and files of an earlier call in it are replaced.
-        max_shard_size: the bytes of tensors in a file, as a number or such as "2GB". A larger
-            tensor has a file of its own.
-        process_group: the ranks that share the run; all, by default.
+        folder: a folder of rank 0. It is created, and files of an earlier call are replaced.
+        max_shard_size: the maximum bytes of tensors per file, as a number or a text such as "2GB".
+            A larger tensor is stored in a separate file.
+        process_group: the ranks that share the model. Default: all ranks.
     """
     size = arguments.parse_bytes(max_shard_size)
     path = Path(arguments.file_path("folder", folder, "Write save_weights(model, folder)."))

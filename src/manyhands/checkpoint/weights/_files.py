@@ -1,7 +1,7 @@
 """Read safetensors files, state dict files and mappings of tensors, slice by slice.
 
-A folder is one as transformers writes it. Files may be links, as in Hugging Face's cache. No file
-is unpickled: state dicts are read with `weights_only=True`, and mapped into memory.
+Folders have the layout of transformers. Files may be links, as in Hugging Face's cache. State dicts
+are read with `weights_only=True` and memory-mapped, so no code is unpickled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of a source. `read` copies the slice at some offsets into a tensor of its size."""
+    """A tensor of a source. `read` copies the slice at an offset into a tensor of equal size."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,12 +39,12 @@ class Weight:
 
 
 class Weights(ExitStack):
-    """The tensors of a source, by name. Files stay open until `close`."""
+    """The tensors of a source by name. Files stay open until `close`."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()
         self.tensors: dict[str, Weight] = {}
-        self.others: dict[str, object] = {}  # what is no tensor, such as a module's extra state
+        self.others: dict[str, object] = {}  # values other than tensors, such as extra state
         self.where = "the source"
         try:
             if isinstance(source, Mapping):
@@ -70,11 +70,11 @@ class Weights(ExitStack):
     def _add_mapping(self, tensors: Mapping[str, object], where: str) -> None:
         for name, value in tensors.items():
             if not isinstance(name, str):
-                raise ValueError(f"{where} has the name {name!r:.80}, and names must be strings.")
+                raise ValueError(f"names must be strings, and {where} has the name {name!r:.80}.")
             if isinstance(value, Tensor):
                 if value.layout != torch.strided or value.is_quantized or value.is_meta:
                     kind = f"{value.dtype} {value.layout} tensor on {value.device}"
-                    raise ValueError(f"{where}: {name!r} is a {kind}, and must be dense.")
+                    raise ValueError(f"{where}: {name!r} must be dense, got a {kind}.")
                 shape = tuple(value.shape)
                 self.tensors[name] = Weight(shape, value.dtype, partial(_copy_slice, value))
             else:
@@ -83,7 +83,7 @@ class Weights(ExitStack):
         if nested and not self.tensors:
             raise ValueError(
                 f"{where} has no tensors, but {', '.join(nested)}. Load it with torch.load(path, "
-                "mmap=True), and give the entry with the model's state dict."
+                "mmap=True), and pass the entry with the model's state dict."
             )
 
 
@@ -92,12 +92,10 @@ def _load_state_dict(path: Path) -> Mapping[str, object]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # what a damaged pickle calls may raise anything
-        raise ValueError(
-            f"{path} is no file of weights that can be read: {error!s:.400}"
-        ) from error
+    except Exception as error:  # a damaged pickle may raise any error
+        raise ValueError(f"{path} is not a readable file of weights: {error!s:.400}") from error
     if not isinstance(state, Mapping):
-        raise ValueError(f"{path} holds a {type(state).__name__}, and a state dict is needed.")
+        raise ValueError(f"{path} must contain a state dict, got a {type(state).__name__}.")
     return state
 
 
@@ -109,18 +107,18 @@ def _copy_slice(whole: Tensor, offsets: Sequence[int], target: Tensor) -> None:
 
 
 def find_files(path: Path) -> list[Path]:
-    """Return the files of weights that a path stands for: itself, or those of a folder."""
+    """Return the weight files at a path: the file itself, or the files of a folder."""
     if path.is_file():
         found = path
     elif not path.is_dir():
         raise FileNotFoundError(
-            f"there is no {path} on this rank. Give a file or a folder of weights; download those "
-            "of a hub first, as huggingface_hub.snapshot_download does."
+            f"{path} does not exist on this rank. Pass a file or a folder of weights. Download "
+            "weights of a hub first, for example with huggingface_hub.snapshot_download."
         )
     else:
         there = [path / name for name in NAMES if (path / name).is_file()]
         if not there:
-            raise FileNotFoundError(f"{path} has none of {', '.join(NAMES)}. Give a file.")
+            raise FileNotFoundError(f"{path} has none of {', '.join(NAMES)}. Pass a file.")
         found = there[0]
     if not found.name.endswith(".index.json"):
         return [found]
@@ -129,7 +127,7 @@ def find_files(path: Path) -> list[Path]:
             index = parse_json(read_text(opened, 0, opened.size))
         names = sorted(set(index["weight_map"].values()))
         if not set(names) <= set(os.listdir(found.parent)):
-            raise ValueError("it names files that are not in the folder")
+            raise ValueError("it lists files that are not in the folder")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{found} is no index of weights: {error!r:.200}.") from error
+        raise ValueError(f"{found} is not an index of weights: {error!r:.200}.") from error
     return [found.parent / name for name in names]

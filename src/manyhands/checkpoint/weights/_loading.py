@@ -1,6 +1,6 @@
-"""Fill a model with weights: compare names and shapes on every rank, then read the slices.
+"""Fill a model with weights: compare names and shapes on every rank, then read slices.
 
-A parameter on the meta device gets memory in place, so that optimizers and wrappers keep it.
+A parameter on the meta device receives memory in place, so optimizers and wrappers keep it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from manyhands.checkpoint._model import ModelNames, can_convert, find_names, lis
 from manyhands.checkpoint._tensor_parts import to_parts
 from manyhands.checkpoint.weights._files import Source, Weight, Weights
 
-DATA_PARALLEL = "module."  # how DistributedDataParallel's names begin
+DATA_PARALLEL = "module."  # prefix of names in DistributedDataParallel
 
 
 def fill_model(
@@ -32,7 +32,7 @@ def fill_model(
     name_in_source: Callable[[str], str] | None,
     ranks: RankGroup,
 ) -> tuple[list[str], list[str]]:
-    """Load the source into the model; return the missing and the unexpected names."""
+    """Load the source into the model. Return missing and unexpected names."""
     with run_on_all(ranks, lambda: Weights(source)) as weights:
         listed = sorted(f"{name} {w.shape} {w.dtype}" for name, w in weights.tensors.items())
         agree(ranks, {"weights": listed}, "Give each rank the same source.")
@@ -45,7 +45,7 @@ def fill_model(
                     weight.read(offsets, elements)
 
         try:
-            run_on_all(ranks, match.extras.apply)  # first: a module may refuse its extra state
+            run_on_all(ranks, match.extras.apply)  # first: a module may refuse the state
             run_on_all(ranks, fill)
         except BaseException:
             match.extras.undo()
@@ -55,7 +55,7 @@ def fill_model(
 
 @dataclass
 class Match:
-    """The weight for each tensor of a model, and the names that have no partner."""
+    """The weight of each tensor in a model, and unmatched names."""
 
     reads: list[tuple[Tensor, Weight]] = field(default_factory=list)
     extras: ForeignStates = field(default_factory=ForeignStates)
@@ -69,14 +69,14 @@ def match_weights(
     strict: bool,
     name_in_source: Callable[[str], str] | None,
 ) -> Match:
-    """Compare a model with weights. Raise a RuntimeError if they do not fit."""
+    """Compare a model with weights. Raise RuntimeError if they do not fit."""
     names = find_names(model, on_meta=True)
     match = Match()
     wrong = []
     empty = []
     stored = _by_plain_name({**weights.tensors, **weights.others}, names)
     rename = name_in_source or str
-    received = received_tensors()  # from a crew: later than any file
+    received = received_tensors()  # from a crew: newer than any file
     used = {rename(name) for name in (*names.tensors, *names.aliases, *names.extras)}
     match.unexpected = sorted(set(stored) - used)
     for name, tensor in names.tensors.items():
@@ -86,11 +86,11 @@ def match_weights(
             if tensor.is_meta:
                 empty.append(name)
             continue
-        weight = stored[known[-1]]  # load_state_dict, too, ends with the last of tied names
+        weight = stored[known[-1]]  # as in load_state_dict, the last tied name wins
         here = tuple(tensor.shape)
         if not isinstance(weight, Weight) or weight.shape != here:
             shape = getattr(weight, "shape", type(weight).__name__)
-            wrong.append(f"size mismatch for {name}: the source has {shape}, and the model {here}.")
+            wrong.append(f"size mismatch for {name}: {shape} in the source and {here} here.")
         elif not can_convert(weight.dtype, tensor.dtype):
             wrong.append(f"{name} is {weight.dtype} in the source and {tensor.dtype} here.")
         elif id(tensor) not in received:
@@ -119,15 +119,15 @@ def match_weights(
                 empty.append(prefix + name)
     if empty:
         raise RuntimeError(
-            f"{list_names(empty)} of the model: on the meta device, and not in the source. Build "
-            "the model so that only what the source has is on meta, as "
-            "accelerate.init_empty_weights() does."
+            f"{list_names(empty)} of the model are on the meta device and not in the source. Build "
+            "the model with only the source's tensors on meta, as with "
+            "accelerate.init_empty_weights()."
         )
     return match
 
 
 def _by_plain_name(stored: dict[str, Any], names: ModelNames) -> dict[str, Any]:
-    """Return the weights without the names of wrappers that the model was saved from."""
+    """Return the weights without the name parts of wrappers."""
     plain = {plain_name(name, WRAPPER_NAMES): weight for name, weight in stored.items()}
     ours = (*names.tensors, *names.aliases)
     if all(name.startswith(DATA_PARALLEL) for name in plain) and not any(
@@ -141,7 +141,7 @@ def _by_plain_name(stored: dict[str, Any], names: ModelNames) -> dict[str, Any]:
 
 
 def materialize(model: nn.Module) -> None:
-    """Give every tensor on meta memory that is not initialized, and keep the object."""
+    """Allocate uninitialized memory for tensors on meta, keeping the tensor objects."""
     tensors = [*model.parameters(), *model.buffers()]
     default: torch.device | str = torch.get_default_device()
     for tensor in reversed(tensors):

@@ -1,7 +1,7 @@
-"""Write a model as safetensors files of a stated size, with an index, as transformers reads them.
+"""Write a model as safetensors files of limited size, with an index, as in transformers.
 
-All ranks gather the tensors one after the other, and rank 0 writes them. The files are in a hidden
-folder until all of them are complete.
+All ranks gather the tensors one by one, and rank 0 writes them into a hidden folder. Complete files
+then move to the target folder.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CONFIG = "config.json"
 
 
 def split_into_files(entries: Iterable[TensorEntry], max_size: int) -> dict[str, list[TensorEntry]]:
-    """Return which file has which tensors, in their order."""
+    """Return the tensors of each file, in order."""
     groups = list(in_groups(entries, lambda entry: entry.nbytes, max_size)) or [[]]
     files = {}
     for number, group in enumerate(groups, 1):
         name = SINGLE
         if len(groups) > 1:
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        # Aligned, as `checkpoint/_writing.py` does.
+        # Wide types first, which aligns tensors: see `checkpoint/_writing.py`.
         files[name] = sorted(group, key=lambda entry: -entry.dtype.itemsize)
     return files
 
@@ -43,7 +43,7 @@ def split_into_files(entries: Iterable[TensorEntry], max_size: int) -> dict[str,
 def write_file(
     path: Path, entries: Sequence[TensorEntry], get_tensor: Callable[[str], Tensor]
 ) -> None:
-    """Write one file; `get_tensor` is called for each name in turn."""
+    """Write a file. `get_tensor` is called for each name in turn."""
     file = NewFile(path)
     try:
         _format.write(file, entries, lambda each: get_tensor(each.name), checked=False)
@@ -53,7 +53,7 @@ def write_file(
 
 
 def publish(scratch: Path, folder: Path, files: dict[str, list[TensorEntry]], config: str) -> None:
-    """Move complete files to their place, with index and config, and remove those of before."""
+    """Move complete files, index and config to the folder, and remove earlier files."""
     for old in (*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX):
         if old.name not in files:
             old.unlink(missing_ok=True)
@@ -73,14 +73,14 @@ def publish(scratch: Path, folder: Path, files: dict[str, list[TensorEntry]], co
 
 
 def write_model(model: nn.Module, folder: Path, max_size: int, ranks: RankGroup) -> list[Path]:
-    """Write the files of a model; return their paths."""
+    """Write the files of a model. Return their paths."""
     names = run_on_all(ranks, lambda: find_names(model))
     entries = [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in names.tensors.items()]
     listed = [f"{entry.name} {entry.shape} {entry.dtype}" for entry in entries]
-    advice = "Give the same model and arguments on every rank."
+    advice = "Pass the same model and arguments on every rank."
     agree(ranks, {"tensors": listed, "values of max_shard_size": max_size}, advice)
     files = split_into_files(entries, max_size)
-    rest = chain.from_iterable(files.values())  # of the tensors, in the order of all ranks
+    rest = chain.from_iterable(files.values())  # the remaining tensors, in the order of all ranks
 
     def gather(entry: TensorEntry) -> Tensor:
         tensor = names.tensors[entry.name].detach()
@@ -95,7 +95,7 @@ def write_model(model: nn.Module, folder: Path, max_size: int, ranks: RankGroup)
                         write_file(Path(scratch) / file, inside, lambda _: gather(next(rest)))
                     publish(Path(scratch), folder, files, names.config)
         finally:
-            # Also after an error: all ranks take part in each tensor.
+            # Also after an error: all ranks take part in gathering each tensor.
             for entry in rest:
                 gather(entry)
 

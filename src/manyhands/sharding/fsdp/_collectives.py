@@ -1,14 +1,14 @@
 """Replace two collectives of `fully_shard` on gloo.
 
-gloo's reduce_scatter moves twice the bytes that are needed, and its collectives block. Here
+gloo's reduce_scatter moves twice the necessary bytes, and its collectives block. Here
 
-    all_gather       one broadcast for each rank's slice, awaited when the parameters are needed
-    reduce_scatter   each slice is sent straight to its rank (`RankGroup.reduce_scatter_slices`),
+    all_gather       a broadcast for each rank's slice, awaited when the parameters are needed
+    reduce_scatter   each slice is sent directly to its rank (`RankGroup.reduce_scatter_slices`),
                      and awaited when the next wrap's gradients are ready or the pass is over
 
-The engine assumes that the mean is complete when the call returns. In most cases it only makes
-views of it, so the mean may arrive later. If the engine has to convert the mean, or to add it to
-existing gradients, the call waits. With NCCL the engine's own collectives are used, on its streams.
+The engine assumes that the mean is complete when the call returns. Usually the engine only makes
+views, so the mean may arrive later. If the engine has to convert the mean, or to add it to existing
+gradients, the call waits. NCCL uses the engine's collectives on their streams.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.slices import PendingReduceScatter, SharedMemoryReduceScatter
 from manyhands._tensors.backward import BackwardPasses, current_task
 
-IN_FLIGHT = 1  # wraps whose gradients are sent while the next wrap's are computed
+IN_FLIGHT = 1  # wraps with gradients being sent while the next wrap's are computed
 
 
 Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
@@ -35,43 +35,39 @@ Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
 
 @contextmanager
 def _broken_explained() -> Iterator[None]:
-    """Let the error of a broken connection name the likely reason."""
+    """Add the likely reason to the error of a broken connection."""
     try:
         with explained():
             yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"{error}\nIf the last words of a rank were gloo::EnforceNotMet, ranks have run "
-            "different layers, or one has evaluated alone, and gloo has ended it. Run every "
+            f"{error}\nIf the last output of a rank is gloo::EnforceNotMet, ranks have run "
+            "different layers, or one rank has evaluated alone, and gloo has ended it. Run every "
             "forward of the model, and every wrap in it, on every rank."
         ) from error.__cause__ or error
 
 
 class _Allocator:
-    """Allocates the buffers to send from and to receive into. The engine calls `allocate`."""
-
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class AllGather(_Allocator):
-    """Fills a buffer with the slices of all ranks, for one wrap."""
-
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
     ) -> dist.Work:
-        """Gather a wrap's parameters. torch's engine calls this for its own all_gather."""
+        """Gather a wrap's parameters, in place of the engine's all_gather."""
         size = input_tensor.numel()
-        # A range needs a step, so a wrap whose slices are empty gets one empty slice.
+        # A range needs a positive step, so a wrap with empty slices gets a list.
         cuts = range(0, size * (self._ranks.size + 1), size) if size else [0, 0]
         return _Works(self._ranks.all_gather_slices(output_tensor, cuts))
 
 
 class _Works(dist.Work):
-    """Several works that are awaited as one."""
+    """A list of works to await together."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
@@ -85,9 +81,9 @@ class _Works(dist.Work):
 
 
 class ReduceQueue:
-    """The reduce_scatters in flight of one backward pass, over all wraps of a root.
+    """The reduce_scatters in flight of a backward pass, over all wraps of a root.
 
-    `begin` is called before the first gradients of a pass are sent, `end` when all have arrived.
+    `begin` is called before a pass sends gradients, `end` after all have arrived.
     """
 
     def __init__(
@@ -99,12 +95,11 @@ class ReduceQueue:
         self._end = end
         # For each: the message, the tensor for this rank's slice of the mean, the divisor.
         self._in_flight: deque[tuple[Pending, Tensor, float]] = deque()
-        # At the end of a pass the engine comes first. We come next (`early`), before a scaling
-        # rule measures the mean.
+        # `early`: at the end of a pass, run before a scaling rule measures the mean.
         self._passes = BackwardPasses(self, early=True)
 
     def send(self, total: Tensor, grads: Tensor, divisor: float, *, wait: bool) -> None:
-        """Begin to fill `total` with this rank's slice of the sum of `grads`, over `divisor`."""
+        """Start filling `total` with this rank's slice of the sum of `grads`, over `divisor`."""
         # `total` has 1/N of the elements of `grads`. The memory of `grads` is freed afterwards.
         cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
         # Half-precision gradients for a float32 mean are summed elsewhere, and copied.
@@ -115,10 +110,7 @@ class ReduceQueue:
             self._complete_all()
 
     def memory(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the next gradients to send: that of gradients sent before, if it fits.
-
-        New memory would cost a page fault for every 4 KiB.
-        """
+        """Return memory for gradients, reused if possible: new memory costs page faults."""
         while len(self._in_flight) >= IN_FLIGHT:
             memory = self._complete_first()
             if memory.nbytes() == size * dtype.itemsize and memory.device == device:
@@ -127,13 +119,12 @@ class ReduceQueue:
         return torch.empty(size, dtype=dtype, device=device)
 
     def enter(self) -> None:
-        """Note that gradients are about to be sent. Call it inside a backward."""
         task = current_task()
         if task != self._passes.task:
             self._passes.enter(task)
 
     def forget(self) -> None:
-        """Forget a pass that raised an error and will never end, and wait for what it sent."""
+        """Discard a pass that raised an error, after waiting for its data."""
         if self._passes.open and current_task() == -1:
             self._passes.forget()
             self._complete_all()
@@ -147,11 +138,11 @@ class ReduceQueue:
 
     def _complete_all(self) -> None:
         while self._in_flight:
-            # The engine keeps the tensor for a while, so its memory is freed under it.
+            # The engine still references the tensor, so free its memory.
             self._complete_first().resize_(0)
 
     def _complete_first(self) -> torch.UntypedStorage:
-        """Wait for the first mean in flight, and return the memory its gradients were sent from."""
+        """Wait for the first mean in flight; return the memory of the gradients sent."""
         pending, total, divisor = self._in_flight.popleft()
         with _broken_explained():
             mean = pending.mean(divisor, total.dtype)
@@ -161,17 +152,15 @@ class ReduceQueue:
 
 
 class ReduceScatter(_Allocator):
-    """Gives every rank its slice of the ranks' mean gradient, for one wrap."""
-
     def __init__(self, queue: ReduceQueue, wrap: Any) -> None:
         self._queue = queue
         self._wrap = wrap  # an Engine
-        self._to_send = 0  # elements of the buffer allocated last, until its slice is allocated
+        self._to_send = 0  # elements of the last send buffer, until its slice is allocated
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer. The engine asks first for the one to send, then for its slice."""
+        """Allocate a send buffer and its slice, in this order of calls."""
         (elements,) = size
-        # The slice becomes the gradient and must stay, so only the buffer to send is reused.
+        # Only the send buffer is reused: the slice becomes the gradient.
         if elements * self._queue.shards.size == self._to_send or not self._wrap.on_gloo:
             self._to_send = 0
             return super().allocate(size, dtype=dtype, device=device)
@@ -186,23 +175,23 @@ class ReduceScatter(_Allocator):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Average a wrap's gradients. torch's engine calls this for its own reduce_scatter."""
+        """Average a wrap's gradients, in place of the engine's reduce_scatter."""
         self._queue.enter()
         ranks = self._queue.ranks
         shards = self._queue.shards
         before, after = self._wrap.divide
         is_default = (before, after) == (1, ranks.size)
-        # With another operation (SUM, for half precision) the engine divides, before and after.
+        # For SUM (half precision), the engine divides before and after.
         is_mean = op == dist.ReduceOp.AVG
-        # The engine takes the mean over the copies, if there are several.
+        # The engine takes the mean over the copies of a mesh.
         after /= ranks.size // shards.size
         if not is_mean and not is_default:
-            # The user's divisors replace the world size, by which the engine divides as well.
+            # The user's divisors replace the world size, by which the engine also divides.
             after /= shards.size
         if before != 1:
             input_tensor.div_(before)
         if self._wrap.on_gloo:
-            # The engine's own division would read the mean at once.
+            # The engine's division would read the mean immediately.
             wait = not self._wrap.overlap or not is_mean or self._used_at_once(output_tensor)
             if not is_mean and is_default:
                 after = 1.0

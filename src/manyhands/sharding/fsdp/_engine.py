@@ -1,14 +1,13 @@
-"""Shard the parameters of one wrap. No other file calls torch's `fully_shard`.
+"""Shard the parameters of a wrap with torch's `fully_shard`; no other file calls it.
 
-The engine has few public switches, so some methods here read or set its private state. Each of
-them says for which versions of torch. They are kept in this file, so that a new torch means
-changes in one place.
+The engine has few public switches, so some methods here use its private state, and note the
+versions of torch concerned.
 
-The engine puts a node of autograd on each input tensor, and a hook on each output tensor. It looks
-into the containers that it knows, and rebuilds some of them as others: a `defaultdict` fails, a
-`UserDict` is not looked into, a `ModelOutput` of transformers loses what is not a field. So the
-engine gets a list of the tensors, and our hooks rebuild the containers. Our hooks cast the inputs,
-too, because until torch 2.12 the engine does not cast those of a recomputation:
+The engine adds autograd nodes to input tensors and hooks to output tensors, and searches and
+rebuilds some containers for this. It fails on a `defaultdict`, ignores a `UserDict`, and drops
+non-field attributes from a `ModelOutput` of transformers. Therefore the engine only gets lists of
+tensors, and our hooks rebuild the containers. Our hooks also cast the inputs, because before torch
+2.12 the engine omits casts in a recomputation:
 
     call ── _flatten_inputs ── the engine's hook ── _nest_inputs ── the module's hooks and forward
          ── _flatten_output ── the engine's hook ── _nest_output ── result
@@ -52,25 +51,24 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def eager(fn: F) -> F:
-    """Keep torch.compile away from a function, such as one that sends."""
+    """Exclude a function from torch.compile, such as a function with collectives."""
     uncompiled: Any = torch._compile._disable_dynamo(fn)
     return uncompiled
 
 
-# One mesh for each group and kind of device, shared by all wraps. Weak, so that a group is freed
-# with its last user.
+# A mesh for each group and device type. Weak, so that a group is freed with its last user.
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class Engine:
-    """Shards the parameters at these places (each once) of a module, in place.
+    """Shards the parameters at the given places of a module, in place.
 
     Attributes:
         params: the sharded parameters, DTensors with this rank's slice, in the order of `places`.
         divide: divisors of gradients before and after the sum.
-        on_gloo: whether our own collectives replace the engine's.
+        on_gloo: whether our collectives replace the engine's.
     """
 
     def __init__(
@@ -95,15 +93,15 @@ class Engine:
         )
 
         make_contiguous(places)
-        # Each parameter once: the engine finds the other places of a tied one by itself.
+        # Each parameter once: the engine finds the other places of a tied parameter.
         distinct: dict[Tensor, Place] = {}
         for place in places.values():
             distinct[_param_at(place)] = place
-        # The order of registration matters: fully_shard puts its pre-hook before those that are
-        # there and its forward hook after them, so the engine's hooks come between ours.
+        # Order matters: fully_shard prepends its pre-hook and appends its forward hook, which
+        # puts the engine's hooks between ours.
         module.register_forward_pre_hook(eager(_nest_inputs), prepend=True, with_kwargs=True)
         module.register_forward_hook(eager(_flatten_output))
-        # Copies to a GPU overlap with computing only from pinned memory, which needs a GPU.
+        # Copies to a GPU overlap with computation only from pinned memory, which needs a GPU.
         pinned = offload and torch.accelerator.is_available()
         self.module: Any = fully_shard(
             module,
@@ -120,15 +118,14 @@ class Engine:
         self.overlap = overlap
         self.ignored = ignored
         if not overlap:
-            # By default the engine prefetches the next wrap in backward. Naming the wrap itself,
-            # which is gathered already, switches that off.
+            # Naming this wrap, which is already gathered, disables prefetching in backward.
             self.module.set_modules_to_backward_prefetch([self.module])
         self.ranks = ranks
         self.places = list(distinct.values())
         self.on_gloo = ranks.on_gloo(device)
         self.divide: Sequence[float] = (1.0, float(ranks.size))
-        # Ranks may use different parameters of a wrap: without this (not in every torch) their
-        # reduce_scatters would have different sizes.
+        # Ranks may use different parameters. Without this call (missing in some torch versions)
+        # the sizes of reduce_scatters would differ.
         if hasattr(self.module, "set_reduce_scatter_unused_params"):
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
         self.find_params()
@@ -139,7 +136,7 @@ class Engine:
         _engines.add(self)
 
     def sharded_by_full(self) -> dict[int, nn.Parameter]:
-        """Return each sharded parameter, by the id of the one that the module has now."""
+        """Return each sharded parameter, by the id of the module's current parameter."""
         pairs = zip(self.places, self.params, strict=True)
         return {id(_param_at(place)): sharded for place, sharded in pairs}
 
@@ -148,29 +145,27 @@ class Engine:
     ) -> None:
         """Send gradients through `queue`, and report forwards to the root.
 
-        When parameters are gathered, `watch` gets their places in each forward that a backward may
-        follow, and `run` is called in each forward outside of a backward.
+        After gathering, `watch` gets the places in each forward with gradients, and `run` is called
+        in each forward outside a backward.
         """
         if self.on_gloo:
             self.module.set_custom_all_gather(AllGather(self.ranks.shards))
-        # The engine keeps what is registered here, so a strong reference would be a cycle.
+        # A strong reference from the engine would be a cycle.
         self.module.set_custom_reduce_scatter(ReduceScatter(queue, weakref.proxy(self)))
         places = self.places
 
         @eager
         def gathered(_: nn.Module, __: object) -> None:
-            """As the wrap's forward begins, with its parameters gathered: let the root know."""
+            """Inform the root that the wrap's parameters are gathered."""
             if torch.is_grad_enabled():
                 watch(places)
-            # A recomputation in a backward says nothing about the order of the next forward.
             if current_task() == -1:
                 run()
 
-        # Registered last, so that it runs after the engine's own hook has gathered.
+        # Registered last, to run after the engine's hook has gathered.
         self.module.register_forward_pre_hook(gathered)
 
     def clear_unaveraged(self) -> None:
-        """Drop the full gradients left by passes that did not average them."""
         for each in self._engine_params():
             if "unsharded_accumulated_grad" in each.__dict__:  # until torch 2.14
                 each.unsharded_accumulated_grad = None
@@ -178,18 +173,18 @@ class Engine:
                 each._unsharded_param.grad = None
 
     def check_all_reduced(self) -> None:
-        """Raise a RuntimeError if a backward pass that reduces gradients left one unreduced."""
+        """Raise a RuntimeError if an averaging backward pass left an unreduced gradient."""
         if not all(group.reduce_grads for group in _param_groups_of(self.module)):
             return  # in no_sync()
         for each in self.unaveraged():
             raise RuntimeError(
                 f"the backward pass has left a gradient of {each._param_fqn} unreduced: its "
-                "wrap ran several times under reentrant checkpoints, which this torch's "
+                "wrap ran repeatedly under reentrant checkpoints, which this torch's "
                 "fully_shard does not support. Use checkpoint(..., use_reentrant=False)."
             )
 
     def unaveraged(self) -> Iterator[Any]:
-        """Yield the engine's record of each parameter with a full gradient of this rank alone."""
+        """Yield the engine's record of each parameter with a full gradient on this rank."""
         for each in self._engine_params():
             full = getattr(each, "_unsharded_param", None)
             left = getattr(each, "unsharded_accumulated_grad", None) is not None
@@ -202,28 +197,28 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """What the engine is doing with this wrap, as it names its states."""
+        """The engine's name for the current state of this wrap."""
         groups = _param_groups_of(self.module) or [self.module._get_fsdp_state()]
         return str(groups[0]._training_state.name)
 
     @property
     def in_backward(self) -> bool:
-        """Whether the engine believes that a backward pass is running. Call it on a root."""
+        """Whether the engine expects a backward pass to end. Call it on a root."""
         return bool(self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
 
     def recover(self) -> None:
-        """Start afresh after an error in a forward or backward. Call it on a root."""
-        # After an error in a backward, call `clear_unaveraged` on all wraps first.
-        if hasattr(self.module, "reset_iter_state"):  # from torch 2.13 on
+        """Reset the engine after an error in a forward or backward. Call it on a root."""
+        # After a failed backward, call `clear_unaveraged` on all wraps first.
+        if hasattr(self.module, "reset_iter_state"):  # torch 2.13 and later
             self.module.reset_iter_state()
         elif self.in_backward:
-            # The engine ends the pass. It sends nothing, because no gradients are left.
+            # Ends the pass without communication, because no gradients are left.
             self.module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 @eager
 def refuse_second_order(result: object) -> None:
-    """Let a backward with `create_graph` through these tensors raise a RuntimeError."""
+    """Make a backward with `create_graph` through these tensors raise a RuntimeError."""
     for tensor in tensors_in(result):
         if tensor.grad_fn is not None:
             tensor.register_hook(_check_first_order)
@@ -232,21 +227,20 @@ def refuse_second_order(result: object) -> None:
 def _check_first_order(_: Tensor) -> None:
     if torch.is_grad_enabled():  # in a backward: only with create_graph
         raise RuntimeError(
-            "FullyShardedDataParallel cannot differentiate twice: parameters are freed after the "
-            "first backward. Leave out create_graph=True, or train with level 2 of mh.shard."
+            "FullyShardedDataParallel does not support second derivatives: parameters are freed "
+            "after the first backward. Omit create_graph=True, or train with level 2 of mh.shard."
         )
 
 
 @eager
 def _begin_another_run(module: Any, _: object) -> None:
-    """Let a wrap that runs again in a backward be gathered and reduced again.
+    """Prepare a wrap that runs again in a backward to be gathered and reduced again.
 
-    A wrap that runs in a backward is being recomputed by a checkpoint. The engine assumes that
-    this happens in the middle of the wrap's own backward, whose hooks will reduce the gradients,
-    and adds no hooks. That holds for checkpoints that are not reentrant. A reentrant checkpoint
-    recomputes each run of a wrap before that run's backward. At the second run the engine is in
-    the state in which the first run's backward left it, "reduced already", and the gradients of
-    the second run would stay unreduced until the next step.
+    A forward inside a backward recomputes a checkpoint. The engine adds no hooks then, assuming
+    that it is in the middle of the wrap's backward, whose hooks will reduce the gradients. But a
+    reentrant checkpoint recomputes each run of a wrap before that run's backward. At the second run
+    the engine is still in the state after the first backward, "reduced already", and would leave
+    the second run's gradients unreduced until the next step.
     """
     if current_task() == -1:
         return
@@ -257,16 +251,16 @@ def _begin_another_run(module: Any, _: object) -> None:
 
 
 def _param_groups_of(module: Any) -> list[Any]:
-    """Return the engine's parameter groups of one wrap: one, or none without parameters."""
+    """Return the engine's parameter groups of a wrap."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.13 has at most one
+    if groups is None:  # before torch 2.13
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def _param_at(place: Place) -> nn.Parameter:
-    """Return the parameter that the module has there now: sharded, or full during a pass."""
+    """Return the module's current parameter there: sharded, or full during a pass."""
     module, name = place
     param = module._parameters[name]
     assert param is not None
@@ -274,7 +268,7 @@ def _param_at(place: Place) -> nn.Parameter:
 
 
 def _find_mesh(ranks: RankGroup, device: torch.device) -> DeviceMesh:
-    """Return the ranks as a DeviceMesh, made once for each group and kind of device."""
+    """Return the ranks as a DeviceMesh, cached by group and device type."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if ranks.mesh is not None:
@@ -291,9 +285,9 @@ def _find_mesh(ranks: RankGroup, device: torch.device) -> DeviceMesh:
 
 
 class _Nest:
-    """A nested structure and its tensors, to be rebuilt with other tensors.
+    """A nested structure and its tensors, to rebuild with different tensors.
 
-    No container: the engine does not look into it.
+    Not a container, so that the engine does not search it.
     """
 
     def __init__(self, tree: object, tensors: Sequence[Tensor]) -> None:
@@ -301,7 +295,6 @@ class _Nest:
         self._tensors = tensors
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        # By id, as a structure may contain a tensor several times.
         others = {id(old): new for old, new in zip(self._tensors, tensors, strict=True)}
         return tree_map_tensors(lambda tensor: others[id(tensor)], self._tree)
 
@@ -309,7 +302,7 @@ class _Nest:
 def _flatten_inputs(
     _: nn.Module, args: object, kwargs: object, *, dtype: torch.dtype | None
 ) -> tuple[tuple[list[Tensor], _Nest], dict[str, object]]:
-    """Before the engine's hook: replace the inputs by a list of tensors, cast, and a nest."""
+    """Before the engine's hook: replace the inputs by a list of cast tensors and a nest."""
     tensors = tensors_in((args, kwargs))
     cast = tensors
     if dtype is not None:
@@ -318,7 +311,7 @@ def _flatten_inputs(
 
 
 def _nest_inputs(_: nn.Module, args: tuple[Sequence[Tensor], _Nest], kwargs: object) -> Any:
-    """After the engine's hook: restore the inputs, with the engine's tensors in them."""
+    """After the engine's hook: restore the inputs with the engine's tensors."""
     tensors, nest = args
     return nest.rebuild(tensors)
 
@@ -331,18 +324,18 @@ def _flatten_output(
     if output is None:
         if grad:
             raise TypeError(
-                f"the forward of a wrapped {type(module).__name__} returned None: a backward would "
-                "not be seen. Return the output or the loss, or call it under torch.no_grad()."
+                f"the forward of a wrapped {type(module).__name__} returned None, which hides the "
+                "backward. Return the output or the loss, or call it under torch.no_grad()."
             )
-        return None  # from a hook, None means that the output stays, so it could not be restored
+        return None  # a hook that returns None leaves the output, so it could not be restored
     if grad:
         tensors = tensors_in(output, partial(_check_leaf, module))
     else:
         tensors = tensors_in(output)
     own = []
     for tensor in tensors:
-        # The engine gathers parameters for backward in a hook on the output. An in-place operation
-        # on a view would remove that hook (torch warns), so a view becomes a separate tensor.
+        # The engine gathers parameters for backward in a hook on the output, which an in-place
+        # operation on a view would remove. So a view becomes a separate tensor.
         if tensor.requires_grad and tensor._is_view():
             tensor = _NotAView.apply(tensor)
         own.append(tensor)
@@ -350,7 +343,7 @@ def _flatten_output(
 
 
 def _nest_output(_: nn.Module, __: object, output: tuple[Sequence[Tensor], _Nest] | None) -> object:
-    """After the engine's hook: restore the output, with the hooked tensors in it."""
+    """After the engine's hook: restore the output with the hooked tensors."""
     if output is None:
         return None
     tensors, nest = output
@@ -358,8 +351,6 @@ def _nest_output(_: nn.Module, __: object, output: tuple[Sequence[Tensor], _Nest
 
 
 class _NotAView(torch.autograd.Function):
-    """Returns a tensor of its own with the same memory, for autograd no view."""
-
     @staticmethod
     def forward(ctx: object, tensor: Tensor) -> Tensor:
         return tensor.detach()
@@ -370,36 +361,35 @@ class _NotAView(torch.autograd.Function):
 
 
 def _check_leaf(module: nn.Module, leaf: object) -> None:
-    """Raise a TypeError if a leaf of an output, which is no tensor, hides one with a gradient."""
-    # The engine would put no hook on a hidden tensor, and miss the backward through it.
+    """Raise a TypeError if a non-tensor leaf of an output contains a tensor with a gradient."""
+    # The engine would miss the backward through a hidden tensor.
     inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
     for name, value in inside.items():
         if isinstance(value, Tensor) and value.requires_grad:
             raise TypeError(
-                f"the output of a wrapped {type(module).__name__} is a "
-                f"{type(leaf).__name__}, and its tensor {name!r} would not be seen. Return "
-                "tensors, or tuples, lists, dicts or dataclasses of them, or register the "
+                f"the output of a wrapped {type(module).__name__} contains a "
+                f"{type(leaf).__name__}, which hides its tensor {name!r}. Return "
+                "tensors, or tuples, lists, dicts or dataclasses of tensors, or register the "
                 "class with torch.utils._pytree.register_pytree_node."
             )
 
 
 # -- optimizers, at their first step --------------------------------------------------------------
 
-# torch calls a hook of ours before the step of any optimizer; each is checked once. A
-# class that is not torch's is tried on a small example, sharded and not: the results must agree.
+# A global pre-hook checks each optimizer before its first step. Unknown optimizer classes run a
+# small example, sharded and unsharded, with equal results.
 
-SHARDED = "_manyhands_sharded"  # marks a parameter that a wrap has sharded
+SHARDED = "_manyhands_sharded"
 
-# The number of parameters with which an optimizer was checked; add_param_group() changes it.
+# Number of parameters when an optimizer was checked; add_param_group() changes it.
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _state_calls: weakref.WeakKeyDictionary[Optimizer, _StateDictCalls] = weakref.WeakKeyDictionary()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
-    """Mark parameters that were replaced by sharded ones, and check optimizers from now on."""
-    # `before` are the plain parameters, `after` the sharded ones.
-    # Marked on the tensors: an optimizer has no other link to the model.
+    """Mark sharded and replaced parameters, and check optimizers from now on."""
+    # An optimizer's only link to the model are the tensors.
     for param in before:
         setattr(param, REPLACED, True)
     for param in after:
@@ -407,15 +397,15 @@ def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
     _check_optimizers_from_now_on()
 
 
-@cache  # once
+@cache  # register the hook once
 def _check_optimizers_from_now_on() -> None:
     register_optimizer_step_pre_hook(_check_at_step)
 
 
 def guard_state(optimizer: Optimizer) -> None:
-    """Refuse another rank's shards in `load_state_dict`; notice a rank that saves alone."""
+    """Reject another rank's shards in `load_state_dict`; notice a rank that saves alone."""
     if optimizer in _state_calls or type(optimizer).__module__.startswith("manyhands."):
-        return  # ours save and load by themselves
+        return  # our optimizers check this in their own methods
 
     def check(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         check_own_shards(state, params_in(optimizer.param_groups))
@@ -430,13 +420,13 @@ def guard_state(optimizer: Optimizer) -> None:
 
 
 class _StateDictCalls:
-    """Warns if only some ranks call `state_dict()` of an optimizer that has shards of the state.
+    """Warns if only some ranks call `state_dict()` of an optimizer with sharded state.
 
-    Every call is counted in the store. A rank that has called it compares the count two steps
-    later: all ranks have been in a backward since, and so past their own calls.
+    The store counts all calls. A rank reads the count two steps after its call: by then all ranks
+    have passed a backward, and so the point of the call.
     """
 
-    _made: ClassVar[Counter[int]] = Counter()  # by the checksum of the ranks
+    _made: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, mesh: DeviceMesh, kind: str) -> None:
         ranks = zlib.crc32(str(mesh.mesh.tolist()).encode())
@@ -453,15 +443,15 @@ class _StateDictCalls:
         self._steps_left = 2
 
     def compare(self) -> None:
-        """Before a step: warn if `state_dict()` was called on this rank, and not on every other."""
+        """Before a step: warn if this rank called `state_dict()` and other ranks did not."""
         self._steps_left -= 1
         if self._steps_left != 0:
             return
         here = dist.distributed_c10d._get_default_store().add(self._key, 0)
         if here < self._calls * self._size:
             warn(
-                f"{self._kind}.state_dict() was called on this rank and not on every other: it has "
-                f"this rank's shard of {self._size}, and loads on no other. Save with "
+                f"{self._kind}.state_dict() was called on this rank, but not on every rank: it has "
+                f"this rank's shard of {self._size}, and loads on no other rank. Save with "
                 "mh.save(folder, model=model, optimizer=optimizer) on every rank.",
             )
 
@@ -480,7 +470,7 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
         return
     if any(getattr(param, REPLACED, False) for param in params):
         raise RuntimeError(
-            f"this {type(optimizer).__name__} was made before the model was wrapped, and holds "
+            f"this {type(optimizer).__name__} was made before the model was wrapped, and has "
             "parameters that are no longer used. Make it after wrapping, from model.parameters()."
         )
     if sharded:
@@ -489,9 +479,9 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
         _warn_of_new_layers(params, sharded)
         if any(param._backward_hooks for param in sharded):
             warn(
-                "register_hook() on a parameter that FullyShardedDataParallel has sharded is never "
-                "called. Use register_post_accumulate_grad_hook(): param.grad is averaged there, "
-                "and has this rank's slice.",
+                "hooks from register_hook() on a parameter that FullyShardedDataParallel has "
+                "sharded are never called. Use register_post_accumulate_grad_hook(), where "
+                "param.grad is this rank's slice of the mean.",
                 RuntimeWarning,
             )
         problem = fused_problem(optimizer)
@@ -504,13 +494,13 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
             raise TypeError(
                 f"{kind} cannot train parameters that FullyShardedDataParallel has sharded: "
                 f"{unable}. Use manyhands.WholeTensorOptimizer(model.parameters(), optim={kind}), "
-                "which gives each full tensor to one rank."
+                "which assigns each full tensor to a rank."
             )
     _checked[optimizer] = len(params)
 
 
 def _warn_of_new_layers(params: Sequence[Tensor], sharded: Sequence[Tensor]) -> None:
-    """Warn of a parameter that came into a wrapped module later: nothing averages its gradient."""
+    """Warn of a parameter added to a wrapped module later: its gradient is not averaged."""
     plain = set(params) - set(sharded)
     if not plain:
         return
@@ -518,20 +508,19 @@ def _warn_of_new_layers(params: Sequence[Tensor], sharded: Sequence[Tensor]) -> 
         for name, param in engine.module.named_parameters():
             if param in plain and param not in engine.ignored:
                 warn(
-                    f"{name}, of shape {tuple(param.shape)}, came into a module after "
+                    f"{name}, of shape {tuple(param.shape)}, was added to a module after "
                     "FullyShardedDataParallel had sharded it: each rank trains this parameter on "
-                    "its own samples. Put new layers in before you wrap the model.",
+                    "its own samples. Add new layers before you wrap the model.",
                     RuntimeWarning,
                 )
                 return
 
 
 def _check_all_averaged(sharded: Sequence[Tensor]) -> None:
-    """Raise a RuntimeError if one of these has a gradient from passes inside `no_sync` alone."""
     unaveraged = {each.sharded_param for engine in _engines for each in engine.unaveraged()}
     if not unaveraged.isdisjoint(sharded):
         raise RuntimeError(
-            "step() after backward passes that were all inside no_sync(): their gradients are not "
-            "averaged, and the step would leave them out. Run the last backward of each step "
-            "outside no_sync(), or call model.zero_grad() to drop them."
+            "step() after backward passes that were all inside no_sync(): gradients are not "
+            "averaged, and the step would ignore them. Run the last backward of each step "
+            "outside no_sync(), or call model.zero_grad() to drop the gradients."
         )

@@ -1,13 +1,13 @@
-"""Turn `param.grad` of a sharded backward into a DTensor that torch's clipping understands.
+"""Convert `param.grad` of a sharded backward into a DTensor that works with torch's clipping.
 
-`torch.nn.utils.clip_grad_norm_` takes the norm of each gradient, stacks the norms, and takes the
-norm of these. With plain DTensors that is right, but costs one all_reduce for each parameter, and
-the result is a DTensor, which cannot be formatted as a number. Here the norm of one gradient is a
-`LocalNorm` (`_ranks/sharded_gradient.py`): one small all_reduce, and a plain tensor.
+`torch.nn.utils.clip_grad_norm_` stacks the norms of all gradients and takes the norm of the stack.
+With plain DTensors the result is right, but each parameter costs an all_reduce, and the result is a
+DTensor, which cannot be formatted as a number. Here, the norm of a gradient is a `LocalNorm`
+(`_ranks/sharded_gradient.py`): a single small all_reduce in total, and a plain tensor.
 
-All other functions treat the gradient as a DTensor. One that sums up, such as `grad.sum()` or
-`grad.isnan().any()`, leaves a DTensor with a part of the result on each rank, whose `item()` and
-`bool()` are of this rank's part alone. Here the parts are put together at once.
+All other functions treat the gradient as a DTensor. A reduction of a plain DTensor, such as
+`grad.sum()` or `grad.isnan().any()`, returns a DTensor with a partial result on each rank, and
+`item()` and `bool()` ignore the other ranks' parts. This class combines the parts immediately.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from manyhands._ranks.groups import RollCall
+from manyhands._ranks.presence import RollCall
 from manyhands._ranks.sharded_gradient import NOT_LIKE_IT, LocalNorm, norm_of_slices
 
 NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm}
-# These have no value where a rank holds no element.
+# Undefined on a rank without elements.
 OF_SOME = {"max", "min", "amax", "amin", "argmax", "argmin", "norm", "linalg_vector_norm"}
 
 
 class DTensorGradient(DTensor):
-    """A gradient of which each rank holds a slice."""
+    """A sharded gradient: each rank stores a slice."""
 
     @classmethod
     def __torch_function__(
@@ -38,14 +38,13 @@ class DTensorGradient(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """For clipping: compute norms and scale on this rank's slice. DTensor does the rest."""
+        """Compute norms and clip on this rank's slice; leave other functions to DTensor."""
         kwargs = kwargs or {}
-        # With further arguments (dim, dtype) these are other functions, left to DTensor.
+        # With further arguments (dim, dtype), DTensor computes.
         if func in NORMS and len(args) <= 2 and not kwargs and _is_number(*args[1:], 2.0):
             return _norm_of_slice(args[0], *args[1:])
         if func is torch._foreach_norm and len(args) <= 2 and not kwargs:
             return [_norm_of_slice(grad, *args[1:]) for grad in args[0]]
-        # Clipping multiplies by one number, the same on all ranks, so the slice is enough.
         if func is Tensor.mul_ and _is_number(*args[1:]):
             args[0]._local_tensor.mul_(args[1])
             return args[0]
@@ -61,18 +60,18 @@ class DTensorGradient(DTensor):
             is_part = any(placement.is_partial() for placement in result.placements)
             if is_part and result.numel() == 1:
                 return _put_together(func.__name__, result)
-            if func.__name__ != "clone":  # optimizers keep a clone as their state
+            if func.__name__ != "clone":  # optimizers store a clone as state
                 result.__class__ = DTensorGradient
             return result
 
     @property
     def data(self) -> Tensor:
-        """The gradient without its history; or set its elements to those of another like it."""
+        """The gradient without its history. Assigning replaces this rank's slice."""
         return self.detach()
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        # torch would give the DTensor another memory, and leave this rank's slice as it is.
+        # torch would replace the DTensor's memory, but not this rank's slice.
         if not isinstance(other, DTensor) or _layout(other) != _layout(self):
             raise RuntimeError(NOT_LIKE_IT)
         self._local_tensor = other._local_tensor
@@ -83,18 +82,18 @@ class DTensorGradient(DTensor):
         return memo.setdefault(id(self), copied)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        return _plain(self).__reduce_ex__(protocol)  # as torch's class, which torch.load knows
+        return _plain(self).__reduce_ex__(protocol)
 
 
 def use_our_class(param: Tensor) -> None:
-    """Turn the DTensor that the engine left in `param.grad` into a DTensorGradient."""
-    # Changing the class keeps the object, its memory and its hooks, and costs nothing.
+    """Convert the engine's DTensor in `param.grad` to a DTensorGradient."""
+    # Changing the class preserves the object, its memory and its hooks.
     if type(param.grad) is DTensor:
         param.grad.__class__ = DTensorGradient
 
 
 def _plain(grad: DTensorGradient) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():  # else it keeps the class
+    with torch._C.DisableTorchFunctionSubclass():  # else the result has our class
         return grad.detach()
 
 
@@ -103,17 +102,17 @@ def _layout(grad: DTensor) -> object:
 
 
 def _put_together(call: str, result: DTensor) -> Tensor:
-    """Return a tensor from its parts on the ranks: call it on each."""
+    """Return a tensor from the parts on all ranks. Call it on every rank."""
     mesh = result.device_mesh
     group = mesh.get_group(mesh.ndim - 1)
-    # An error, not a hang, if a rank is missing.
+    # Raises an error if a rank is missing.
     roll = RollCall(group.get_group_store(), group.rank(), group.size())
     roll.wait(f"{call}() of a sharded gradient")
     return result.full_tensor()
 
 
 def _is_empty_somewhere(grad: object) -> bool:
-    """Return whether a rank, which may be this one, holds no element of a gradient."""
+    """Return whether any rank has no elements of a gradient."""
     place = grad.placements[-1] if isinstance(grad, DTensor) else None
     if not isinstance(grad, DTensor) or not isinstance(place, Shard):
         return False
@@ -123,7 +122,7 @@ def _is_empty_somewhere(grad: object) -> bool:
 
 
 def _norm_of_slice(grad: DTensor, power: float = 2) -> LocalNorm:
-    mesh = grad.device_mesh  # its last dimension has the shards of one copy
+    mesh = grad.device_mesh  # shards of a copy are in the last dimension
     return norm_of_slices([_local(grad)], float(power), mesh.get_group(mesh.ndim - 1))
 
 
@@ -133,7 +132,7 @@ def _local(grad: Tensor) -> Tensor:
 
 
 def _is_number(value: object = None, *_: object) -> bool:
-    """Return whether the value is one number for all elements, and no tensor of their shape."""
+    """Return whether the value is a single number for all elements."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and not isinstance(value, DTensor)
     return isinstance(value, int | float)

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class DummyProcessGroup:
-    """Stands in for a process group of one rank, without a launcher or `init_process_group`.
+    """A stand-in for a process group of a single rank, without `init_process_group`.
 
     >>> from manyhands.fairscale import DummyProcessGroup
     >>> group = DummyProcessGroup(rank=0, size=1)
     >>> group.rank(), group.size()
     (0, 1)
 
-    Nothing can be sent through it, so with a larger size only code that sends nothing works.
+    The group cannot send. A size above 1 works only in code without communication.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -44,19 +44,19 @@ def find_ranks(process_group: GroupLike | DeviceMesh | None) -> RankGroup:
 
     if isinstance(process_group, DeviceMesh):
         return RankGroup.of_mesh(process_group)
-    # A stand-in for a process group, with only `rank()` and `size()`, may stand for one rank.
+    # A stand-in with only `rank()` and `size()` may represent a single rank.
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return RankGroup.of(process_group)
     if process_group.size() != 1:
         raise ValueError(
-            f"a {type(process_group).__name__} of {process_group.size()} ranks cannot send "
-            "anything. Give a group of torch.distributed.new_group, or a stand-in of size 1."
+            f"a {type(process_group).__name__} of {process_group.size()} ranks cannot send data. "
+            "Pass a group from torch.distributed.new_group, or a stand-in of size 1."
         )
     return RankGroup()
 
 
 def find_group(process_group: GroupLike | DeviceMesh | None) -> GroupLike | DeviceMesh | None:
-    """Return the group that a wrap shows: its own, else that of all ranks, else a stand-in."""
+    """Return the public `process_group` of a wrap: as given, else all ranks, else a stand-in."""
     if process_group is not None:
         return process_group
     if dist.is_initialized():
@@ -67,16 +67,16 @@ def find_group(process_group: GroupLike | DeviceMesh | None) -> GroupLike | Devi
 def find_device(
     module: nn.Module, ranks: RankGroup, compute_device: torch.device | str | None
 ) -> torch.device:
-    """Return the device to compute on: as asked, the parameters', or the group's accelerator."""
+    """Return the device to compute on: as given, the parameters', or the group's accelerator."""
     if compute_device is not None:
         return torch.device(compute_device)
     for tensor in (*module.parameters(), *module.buffers()):
-        # One tensor on an accelerator decides, even if others are still on the CPU or on meta.
+        # A tensor on an accelerator decides, even if others are on the CPU or on meta.
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device
     if ranks.size > 1 and torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
-        # A gloo group on a machine with GPUs can send CPU tensors only, so ask the group.
+        # On a machine with GPUs, a gloo group may be limited to CPU tensors.
         if accelerator is not None and ranks.has_backend(accelerator):
             return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return torch.device("cpu")

@@ -1,13 +1,13 @@
-"""Find a wrap's parameters (modules, and the names of parameters in them), and check them.
+"""Find and check the parameters of a wrap, by place.
 
-A place is a (module, name) pair. Hooks and state dicts hold places, not parameters, because the
-engine replaces a module's parameter by its sharded or its full form as it goes.
+A place is a (module, name) pair. Hooks and state dicts store places, not parameters, because the
+engine swaps a module's parameter between the sharded and the full form.
 
-With one rank there is no engine, and mixed precision is a cast around each forward. Every module of
-a wrap gets hooks. The module that runs first hides the parameters inside it behind casts, and
-removes the casts when it is done. Autograd carries the gradients back to the parameters in their
-own type. Because each module has the hooks, a checkpointed module that is recomputed long after the
-wrap's forward sees the casts again.
+A single rank has no engine, and implements mixed precision with casts around each forward. Every
+module of a wrap gets hooks. The module that runs first hides all parameters inside behind casts,
+and removes the casts afterwards. Autograd returns gradients to the parameters in the original type.
+Because every module has hooks, a checkpointed module recomputed long after the wrap's forward uses
+casts as well.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from manyhands._tensors.trees import as_type
 Place: TypeAlias = tuple[nn.Module, str]
 Places: TypeAlias = Mapping[str, Place]
 
-REPLACED = "_manyhands_replaced"  # marks a plain parameter that was replaced by a sharded one
+REPLACED = "_manyhands_replaced"  # marks a plain parameter after sharding
 
 
 def find_places(module: nn.Module, wrapper: type[nn.Module]) -> dict[str, Place]:
-    """Return the places of parameters outside inner wraps, by name; a tied one has several."""
+    """Return the places of parameters outside inner wraps, by name; tied parameters repeat."""
     places = {}
     for path, each in _modules_outside(module, wrapper):
         for name, param in each._parameters.items():
@@ -45,7 +45,6 @@ def find_places(module: nn.Module, wrapper: type[nn.Module]) -> dict[str, Place]
 def _modules_outside(
     module: nn.Module, wrapper: type[nn.Module], path: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and the module of each module outside inner wraps."""
     if not isinstance(module, wrapper):
         yield path, module
         for name, child in children(module):
@@ -53,12 +52,12 @@ def _modules_outside(
 
 
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return each child under each of its names; named_children() leaves out second names."""
+    """Return all children by all names; named_children() omits second names of a child."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def named_params(places: Places) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters now at these places, by the plain model's names."""
+    """Yield the current parameters at these places, by the plain model's names."""
     for name, (module, attribute) in places.items():
         param = module._parameters[attribute]
         if param is not None:
@@ -66,7 +65,6 @@ def named_params(places: Places) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def distinct_params(places: Places) -> list[nn.Parameter]:
-    """Return the parameters now at these places, a tied one once."""
     return list({id(param): param for _, param in named_params(places)}.values())
 
 
@@ -81,7 +79,7 @@ def cast_buffers(
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 former[plain_name(path + name)] = buffer.dtype
-                # The same tensor object: others may refer to it.
+                # Preserves the tensor object.
                 buffer.data = buffer.data.to(dtype)
     return former
 
@@ -93,16 +91,16 @@ def make_contiguous(places: Places) -> None:
 
 
 def copy_from_rank_0(modules: Iterable[nn.Module], ranks: RankGroup, device: torch.device) -> None:
-    """Copy rank 0's parameters and buffers of these modules, except those sharded already."""
-    tensors: dict[int, Tensor] = {}  # by id: a tied parameter must be sent once
+    """Copy rank 0's parameters and buffers of these modules, except sharded ones."""
+    tensors: dict[int, Tensor] = {}  # by id, to send a tied parameter only once
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 tensors[id(tensor)] = tensor
-    # Tensors on meta have no values yet; the user initialises them after to_empty().
+    # Tensors on meta have no values yet.
     if any(tensor.is_meta for tensor in tensors.values()):
         return
-    # A group may not be able to send CPU tensors (NCCL), so copies travel on the device.
+    # On the device, because some groups (NCCL) cannot send CPU tensors.
     sent = {}
     for tensor in tensors.values():
         if not is_dtensor(tensor):
@@ -114,45 +112,44 @@ def copy_from_rank_0(modules: Iterable[nn.Module], ranks: RankGroup, device: tor
                 tensor.copy_(on_device)
 
 
-# -- checks, before anything is sharded or sent ----------------------------------------------------
+# -- checks, before sharding or sending ------------------------------------------------------------
 
 
 def check_module(
     module: nn.Module, wrapper: type[nn.Module], wrapped: Container[nn.Module] = ()
 ) -> None:
-    """Raise a TypeError if a module is in a wrap already. `wrapped` are modules in wraps."""
+    """Raise a TypeError if a module is already in a wrap. `wrapped` are modules in wraps."""
     check_not_averaged_inside(module)
     if isinstance(module, wrapper) or module in wrapped:
         raise TypeError(
-            f"this {type(module).__name__} is in a FullyShardedDataParallel already, and a second "
-            "wrap would not shard it again. Use the first one, or wrap a larger module around it."
+            f"this {type(module).__name__} is already in a FullyShardedDataParallel, and a second "
+            "wrap would not shard it again. Use the first wrap, or wrap a larger module around it."
         )
 
 
 def check_precision(mixed_precision: bool, fp32_reduce_scatter: bool) -> None:
-    """Raise a ValueError if gradients have one type only, and are to be reduced in another."""
     if fp32_reduce_scatter and not mixed_precision:
         raise ValueError(
-            "fp32_reduce_scatter=True requires mixed_precision=True: without it gradients are "
-            "reduced in the type of the parameters."
+            "fp32_reduce_scatter=True requires mixed_precision=True: otherwise gradients are "
+            "reduced in the parameters' type."
         )
 
 
 def check_parameters(places: Places, ranks: RankGroup, device: torch.device) -> None:
-    """Raise a ValueError if the parameters at these places cannot be sharded together."""
     if ranks.mesh is not None and ranks.mesh.device_type != device.type:
         raise ValueError(
-            f"the mesh is for {ranks.mesh.device_type}, and the module computes on {device.type}. "
+            f"the mesh is for {ranks.mesh.device_type}, but the module computes on {device.type}. "
             f'Make it with init_device_mesh("{device.type}", ...), or move the module.'
         )
     for name, param in named_params(places):
         if is_dtensor(param):
-            raise ValueError(f"parameter {name} is sharded already. Wrap the plain module.")
-        # An inner wrap has marked the plain parameter that it replaced by a sharded one.
+            raise ValueError(f"parameter {name} is already sharded. Wrap the plain module.")
+        # Marked by an inner wrap, which has sharded a tied parameter.
         if getattr(param, REPLACED, False):
             raise ValueError(
-                f"parameter {name} is tied to one that a wrap inside has sharded already, and the "
-                "two would be trained apart. Put one wrap around all modules that share it."
+                f"parameter {name} is tied to a parameter that an inner wrap has already sharded; "
+                "each would be trained separately. Put a single wrap around all modules that share "
+                "the parameter."
             )
         if ranks.size > 1 and not param.numel():
             raise ValueError(f"parameter {name} is empty, and cannot be divided among ranks.")
@@ -164,16 +161,16 @@ def check_parameters(places: Places, ranks: RankGroup, device: torch.device) -> 
 
 
 def check_inner_groups(ranks: RankGroup, inside: Sequence[RankGroup]) -> None:
-    """Raise a ValueError if an inner wrap of several ranks has other ranks than the outer one."""
+    """Raise a ValueError if an inner wrap with several ranks has different ranks."""
     for inner in inside:
         if inner.size == 1:
             continue
-        # A group of one, or a stand-in for it, has no rank numbers to compare.
+        # A single-rank group, or a stand-in, has no rank numbers to compare.
         if ranks.size == 1 or (inner.ranks, inner.mesh) != (ranks.ranks, ranks.mesh):
             raise ValueError(
-                "a wrap inside has other ranks than the one around it. Give all wraps of a model "
-                "the same process_group; only a group of one may be inside another, for parameters "
-                "that each rank trains by itself."
+                "an inner wrap has different ranks than the outer wrap. Pass all wraps of a model "
+                "the same process_group. Only a single-rank group may be inside another, for "
+                "parameters that each rank trains separately."
             )
 
 
@@ -183,7 +180,6 @@ def check_same_model(
     modules: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> None:
     """Raise a ValueError on every rank if ranks have different models or options."""
-    # `wraps` are the places and options of each wrap. The buffers of `modules` are compared, too.
     buffers = {}
     for path, module in modules.items():
         for name, buffer in module._buffers.items():
@@ -199,27 +195,27 @@ def check_same_model(
         facts[f"parameters in wrap {number}"] = described
         values = {}
         for name, value in options.items():
-            # Each rank may have its own GPU, so only the kind of device is compared.
+            # Each rank may have a different GPU, so only the device type is compared.
             values[name] = value.type if isinstance(value, torch.device) else str(value)
         facts[f"options in wrap {number}"] = values
     advice = "Build the same model with the same options on every rank."
     agree(ranks, facts, advice)
 
 
-# -- mixed precision on one rank ------------------------------------------------------------------
+# -- mixed precision on a single rank --------------------------------------------------------------
 
 
 def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) -> None:
-    """Let `module` compute with casts of the parameters at these places, and of its inputs."""
+    """Let `module` compute with casts of its inputs and of the parameters at these places."""
     module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
-    shown: set[Place] = set()  # places whose parameter is hidden by a cast now
+    shown: set[Place] = set()  # places with a parameter that is now hidden by a cast
     for each in module.modules():
         within = set(each.modules())
         inside = [place for place in places if place[0] in within]
         if inside:
             casts = _Casts(inside, shown, dtype)
             each.register_forward_pre_hook(casts.show)
-            # always_call: an error in forward must not leave the casts behind.
+            # always_call: remove the casts after an error in forward.
             each.register_forward_hook(casts.remove, always_call=True)
 
 
@@ -228,17 +224,17 @@ def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: object, kwargs: object)
 
 
 class _Casts:
-    """Casts that hide the parameters inside one module while its forward runs."""
+    """Casts that hide the parameters inside a module during its forward."""
 
     def __init__(self, places: Sequence[Place], shown: set[Place], dtype: torch.dtype) -> None:
         self._places = places
-        self._shown = shown  # by all modules of a wrap
+        self._shown = shown
         self._dtype = dtype
-        self._own: list[Place] = []  # places whose cast this module shows, and must remove
+        self._own: list[Place] = []  # places of this module's casts, to remove
 
     def show(self, *_: object) -> None:
-        """Set casts of the parameters, as a forward begins, unless an outer module has."""
-        casts: dict[nn.Parameter, Tensor] = {}  # a tied parameter is cast once
+        """As a forward starts, cast parameters that no outer module has cast."""
+        casts: dict[nn.Parameter, Tensor] = {}  # casts a tied parameter only once
         for place in self._places:
             module, name = place
             param = module._parameters.get(name)
@@ -246,8 +242,7 @@ class _Casts:
                 continue
             if param not in casts:
                 casts[param] = param.to(self._dtype)
-            # Python looks in the instance's dict before it calls Module.__getattr__, which would
-            # find the parameter.
+            # Python searches the instance's dict before Module.__getattr__.
             object.__setattr__(module, name, casts[param])
             self._own.append(place)
         self._shown.update(self._own)
@@ -262,7 +257,6 @@ class _Casts:
 
 
 def _refresh_rnns(places: list[Place]) -> None:
-    """Renew the list of parameters that recurrent modules keep."""
     for module in {module for module, _ in places}:
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]

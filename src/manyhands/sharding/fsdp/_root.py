@@ -1,22 +1,22 @@
 """Coordinate the wraps of a root, around its forward and in its backward.
 
-**Which wrap is gathered while which other computes?** `PrefetchOrder` works on the numbers of wraps
-only. The order in which wraps run is taken to be that of the last forward. torch's engine is given
-this order, and begins to gather a wrap as soon as the one before has its parameters. (In a backward
-the engine does so by itself.) A wrap that runs several times in a forward has no certain successor.
+**Prefetching.** `PrefetchOrder` works on wrap numbers, and expects the order of the last forward.
+torch's engine gets this order, and starts gathering a wrap as soon as the previous wrap has its
+parameters. (In a backward the engine does so without help.) A wrap that runs repeatedly in a
+forward has no defined successor.
 
-If a forward takes another way than the last one, a wrap may be gathered and not run. Its parameters
-have to be freed when the forward is over: they would be older than the optimizer's next step.
+If a forward deviates from the last order, a wrap may be gathered and not run. Its parameters must
+be freed after the forward, because the next optimizer step makes them stale.
 
-**Which parameters got a gradient, on this rank and on any?** If ranks use different parameters,
-torch's engine can average zeros for a parameter that a rank did not use. It then averages zeros for
-parameters that no rank used, too. An optimizer with momentum or weight decay would move those,
-which it does not do on one rank. So `UsedParameters` notes which full parameters get a gradient.
-After each averaged pass one small all_reduce finds the parameters that any rank used, and all
-others are left without a gradient.
+**Used parameters.** If ranks use different parameters, torch's engine can average zeros for a
+parameter that a rank did not use. But it also averages zeros for parameters that no rank used, and
+an optimizer with momentum or weight decay would change these, unlike on a single rank. Therefore
+`UsedParameters` records which full parameters get a gradient. After each averaged pass a small
+all_reduce finds the parameters that any rank used, and the gradients of unused parameters are
+removed.
 
-The all_reduce also carries a checksum of the wraps that ran. If ranks ran different wraps, they
-have averaged the gradients of one wrap with those of another, and every rank raises an error.
+The all_reduce also carries a checksum of the order of wraps. If ranks ran different wraps,
+gradients of different wraps were averaged with each other, and every rank raises an error.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from manyhands.sharding.fsdp._transparent import Wrap, wraps_in
 
 
 class Attendance:
-    """Lets a forward without gradients begin when all ranks are in one.
+    """Lets a forward without gradients start when all ranks are in such a forward.
 
-    A rank that evaluates alone would answer the others' training with collectives of other sizes,
-    and gloo ends the process then. So ranks wait for each other through the store. A rank that
-    waits for long looks there for ranks that train on without it.
+    Otherwise, if a rank evaluates alone, its collectives meet collectives of different sizes, and
+    gloo ends the process. Ranks wait for each other through the store, and after a long wait look
+    there for ranks that continue training.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
         self._roll_call = ranks.roll_call()
         self._trained = 0  # forwards with gradients
-        self._shown = range(0, ranks.size, -(-ranks.size // 64))  # ranks that say so: at most 64
+        self._shown = range(0, ranks.size, -(-ranks.size // 64))  # up to 64 ranks that report
 
     def forward(self) -> None:
         """Take part in the next forward of the root."""
@@ -66,7 +66,7 @@ class Attendance:
             self._roll_call.box.put(f"/trained/{self._ranks.rank}", str(self._trained))
 
     def _find_training(self) -> str:
-        """Return an error's message if other ranks train while this one evaluates, else ""."""
+        """Return an error message if other ranks train while this rank evaluates, else ""."""
         ahead = []
         for rank in self._shown:
             if int(self._roll_call.box.read(f"/trained/{rank}") or 0) > self._trained:
@@ -75,13 +75,13 @@ class Attendance:
             return ""
         return (
             f"rank {self._ranks.rank} evaluates the model (a forward without gradients), and ranks "
-            f"{ahead[:8]} train on. Its parameters are sharded: evaluate on every rank, as many "
-            "batches on each, and let no rank skip a layer."
+            f"{ahead[:8]} continue training. Parameters are sharded: evaluate on every rank, with "
+            "an equal number of batches, and run all layers on all ranks."
         )
 
 
 class PrefetchOrder:
-    """After each forward: `next`, the successor of each wrap, and `not_run`, gathered in vain."""
+    """After each forward, `next` is the successor of each wrap; `not_run` was gathered in vain."""
 
     def __init__(self) -> None:
         self.next: dict[int, int] = {}
@@ -93,11 +93,11 @@ class PrefetchOrder:
         return bool(self._ran)
 
     def run(self, wrap: int) -> None:
-        """Note that this wrap has its parameters, and that its successor is being gathered."""
+        """Note that this wrap is gathered, and that its successor is being gathered."""
         self._ran.append(wrap)
 
     def end(self) -> bool:
-        """End the forward, and return whether its order was another than the last one's."""
+        """End the forward, and return whether the order has changed."""
         times = Counter(self._ran)
         successors = {}
         for wrap, successor in pairwise(self._ran):
@@ -106,7 +106,7 @@ class PrefetchOrder:
         last = {wrap: position for position, wrap in enumerate(self._ran)}
         self.not_run = []
         for wrap, successor in self.next.items():
-            # The successor was gathered when `wrap` ran, so only a later run has used that.
+            # The successor was gathered when `wrap` ran, so only a later run has used it.
             if wrap in last and last.get(successor, -1) < last[wrap]:
                 self.not_run.append(successor)
         changed = successors != self.next
@@ -119,23 +119,23 @@ class PrefetchOrder:
 
 
 class UsedParameters:
-    """The parameters of all wraps of a root that got a gradient, by number in their order."""
+    """The parameters, over all wraps of a root, that got a gradient, by number."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._ranks = engines[0].ranks
-        # The engines' hooks hold this object. Weak references back let reference counting free a
-        # model, without the garbage collector.
+        # Weak references avoid a cycle through the engines' hooks, so that reference counting can
+        # free a model.
         self._engines = [weakref.proxy(engine) for engine in engines]
         self._used_here: set[int] = set()
-        self._order = 0  # a checksum of the wraps that ran, in their order
+        self._order = 0  # a checksum of the wraps that ran, in order
         self._had_gradient: list[bool] = []  # before the pass, from earlier passes
-        # The full parameter, its node and the hook's handle. Autograd alone would free the node.
+        # Parameter, node and hook handle. The reference keeps the node alive.
         self._watched: dict[int, tuple[Tensor, Node, RemovableHandle]] = {}
 
     def watch(self, first: int, places: Sequence[Place]) -> None:
         """Note the gradients of the full parameters at these places, numbered from `first`."""
-        # Call it in a forward, when they are gathered. The engine keeps a full parameter's tensor
-        # object, and changes only its memory, so each gets a hook once.
+        # In a forward, after gathering. The engine reuses a full parameter's tensor object, so
+        # each gets a hook only once.
         self._order = zlib.crc32(first.to_bytes(4, "little"), self._order)
         reference = weakref.ref(self)
         for number, (module, name) in enumerate(places, first):
@@ -147,7 +147,6 @@ class UsedParameters:
                 self._watched[number] = param, node, handle
 
     def forget(self) -> None:
-        """Forget the gradients noted so far, because they were dropped."""
         self._used_here.clear()
         self._order = 0
 
@@ -159,8 +158,8 @@ class UsedParameters:
         self._had_gradient = [param.grad is not None for param in self._params()]
 
     def end(self) -> None:
-        """Remove the gradients of parameters that no rank used, when all means have arrived."""
-        # Not at the top: it imports torch's DTensor, which `import manyhands` must not do.
+        """After all means have arrived, remove the gradients of parameters that no rank used."""
+        # Imports torch's DTensor, which `import manyhands` must not do.
         from manyhands.sharding.fsdp._gradient import use_our_class
 
         params = self._params()
@@ -169,25 +168,25 @@ class UsedParameters:
         if len(self._used_here) < len(params):
             flags.zero_()
             flags[list(self._used_here)] = 1
-        # After the flags, the checksum's bytes b and 255 - b. The all_reduce yields the largest b,
-        # and 255 minus the smallest b. They agree only if all ranks have the same b.
+        # After the flags, the checksum's bytes b and 255 - b. The all_reduce yields max b and
+        # 255 - min b, which match only if b is equal on all ranks.
         order = torch.frombuffer(bytearray(self._order.to_bytes(4, "little")), dtype=torch.uint8)
         flags = torch.cat([flags, order, 255 - order]).to(params[0].device)
         with explained(self._ranks):
             self._ranks.all_reduce(flags, largest=True)
         self._order = 0
         some_unused = len(self._used_here) < len(trained)
-        # Reading flags on a GPU would make the host wait for it, so only if they are needed anyway.
+        # Reading flags on a GPU synchronizes the host.
         readable = some_unused or flags.device.type == "cpu"
         if readable and not torch.equal(255 - flags[-4:], flags[-8:-4]):
             self.forget()
             raise RuntimeError(
-                "ranks have run different wraps, or in another order, so their gradients are "
-                "wrong. Every rank must run the same wraps."
+                "ranks have run different wraps, or wraps in a different order, so gradients are "
+                "wrong. Run the same wraps on every rank."
             )
         if some_unused:
             for number, used in zip(trained, flags[trained].tolist(), strict=True):
-                # A gradient from an earlier pass is kept: zeros were added to it.
+                # A gradient from an earlier pass stays: zeros were added.
                 if not used and not self._had_gradient[number]:
                     params[number].grad = None
         self._used_here.clear()
@@ -200,16 +199,14 @@ class UsedParameters:
 def _note_used(
     owner: weakref.ref[UsedParameters], number: int, grads: Sequence[Tensor | None]
 ) -> None:
-    """Note that a parameter got a gradient: called by the hook on its node of the graph."""
+    """Note that a parameter got a gradient. A hook on its graph node calls this."""
     used = owner()
-    # Autograd passes None if the parameter took part in the forward and got no gradient.
+    # Autograd passes None for a parameter without a gradient.
     if used is not None and grads[0] is not None:
         used._used_here.add(number)
 
 
 class RootState:
-    """Coordinates the wraps of a root: their gradients, used parameters and prefetching."""
-
     def __init__(self, engines: Sequence[Engine]) -> None:
         ranks = engines[0].ranks
         self._engines = list(engines)  # the root's first
@@ -217,7 +214,7 @@ class RootState:
         self.reduce_queue = ReduceQueue(ranks, self.used.begin, self.used.end)
         self._attendance = Attendance(ranks)
         self._order = PrefetchOrder()
-        # With NCCL the engine prefetches by itself, on separate streams.
+        # With NCCL the engine prefetches on separate streams.
         self._prefetches = all(engine.on_gloo and engine.overlap for engine in engines)
         first = 0
         for number, engine in enumerate(engines):
@@ -230,21 +227,21 @@ class RootState:
 
     @eager
     def start_forward(self) -> None:
-        """Prepare for a forward of the root that is not inside a backward."""
+        """Prepare for a forward of the root outside a backward."""
         self._attendance.forward()
         self.reduce_queue.forget()
-        # The engine still expects the end of a backward, so that backward raised an error.
+        # After an error in a backward, the engine still expects the end of the backward.
         if self._engines[0].in_backward:
             self.used.forget()
             for engine in self._engines:
                 engine.clear_unaveraged()
             self.recover()
-        # Parameters kept for a backward that never ran may be older than the last step.
+        # Parameters waiting for a backward that never ran may be stale.
         self.reshard()
 
     @eager
     def end_forward(self) -> None:
-        """Let the next forward prefetch in the order of this one."""
+        """Let the next forward prefetch in the order of this forward."""
         changed = self._order.end()
         if not (changed and self._prefetches):
             return
@@ -254,7 +251,7 @@ class RootState:
                 modules.append(self._engines[self._order.next[number]].module)
             engine.module.set_modules_to_forward_prefetch(modules)
         for number in self._order.not_run:
-            # A collective that was begun has to be awaited before its buffer can be freed.
+            # A collective must be awaited before its buffer can be freed.
             self._engines[number].module.unshard()
             self._engines[number].module.reshard()
 
@@ -265,9 +262,9 @@ class RootState:
 
     @eager
     def recover(self) -> None:
-        """Start afresh after an error in a forward or backward."""
+        """Reset after an error in a forward or backward."""
         module = self._engines[0].module
-        # torch 2.13 awaits and frees by itself, in reset_iter_state.
+        # torch 2.13 awaits and frees in reset_iter_state.
         if self._order.in_forward and not hasattr(module, "reset_iter_state"):
             self.end_forward()
         self._order.forget()
@@ -276,22 +273,21 @@ class RootState:
 
 def become_root(wrap: Wrap) -> RootState | None:
     """Make a wrap the root of all wraps inside. The first wrap that runs is the root."""
-    # torch.compile must not trace it. On one rank there is little to trace, and `eager` would
-    # import dynamo, and with it torch's engine, which one rank does not need.
+    # torch.compile must not trace this. A single rank skips `eager`, which would import dynamo.
     if wrap._engine is None:
         return _mark_root(wrap)
     return _mark_root_eagerly(wrap)
 
 
 def _mark_root(wrap: Wrap) -> RootState | None:
-    """Make a wrap the root of the wraps inside, if they fit; return their common state."""
+    """Make a wrap the root of the wraps inside, and return their common state."""
     inside = wraps_in(wrap, Wrap)
-    # Inner wraps in a group of one send nothing, and take no part.
+    # Inner single-rank wraps do not communicate.
     members = [each for each in inside if each.world_size > 1 or each is wrap]
     check_inner_groups(wrap._ranks, [each._ranks for each in members])
-    # The engine fixes its root in the first forward, and has no way to change it.
+    # The engine fixes its root in the first forward, and cannot change it.
     if wrap.world_size > 1 and any(each._is_root for each in members):
-        raise RuntimeError("a wrap inside has run by itself before. Run the outermost wrap first.")
+        raise RuntimeError("an inner wrap has already run alone. Run the outermost wrap first.")
     if wrap._engine is not None:
         facts = [(each._places, each._compared_options()) for each in members]
         check_same_model(wrap._ranks, facts)

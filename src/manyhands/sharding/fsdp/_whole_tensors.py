@@ -1,13 +1,13 @@
-"""Step whole tensors of sharded parameters, each tensor on one rank.
+"""Step unsharded tensors of sharded parameters, each tensor on a single rank.
 
-Each tensor has an *owner*, one of the ranks. A step, in order
+Each tensor has an *owner* rank. A step, in order
 
     gradients    every rank sends its shard of a gradient to the tensor's owner
-    step         `optim`, the optimizer that the user asked for, steps the tensors that it owns
+    step         `optim`, an instance of the user's optimizer class, steps the tensors of this rank
     parameters   the owner sends every rank its shard of the new tensor
 
-An owner keeps its tensors between steps, and the optimizer's state with them. If somebody else has
-changed the shards, as a loaded checkpoint does, they are sent to the owners again.
+Between steps, the owner stores its tensors and the optimizer's state. If shards have changed
+otherwise, for example by loading a checkpoint, they are sent to the owners again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from manyhands.sharding.zero._layout import deal_out
 from manyhands.sharding.zero._slice_optimizer import choose_layout
 
 BUCKET = 2**24  # elements of tensors that travel together
-TAG = 28_103  # of messages between pairs of ranks; far from the tags that users choose
+TAG = 28_103  # of messages between pairs of ranks; unlikely to be chosen by users
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class WholeTensorOptimizer(DividedOptimizer):
-    """An optimizer that looks at whole tensors, for parameters that `FSDP` has sharded.
+    """An optimizer for parameters sharded by `FSDP` that steps unsharded tensors.
 
     >>> import torch, manyhands as mh
     >>> model = mh.FSDP(torch.nn.Linear(4, 4, bias=False))
@@ -54,24 +54,24 @@ class WholeTensorOptimizer(DividedOptimizer):
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
 
-    Muon, Shampoo, LAMB and Adafactor compute other numbers from a slice of a matrix. Here each
-    matrix has an owner, which gets the whole gradient, takes the step once for all ranks, and sends
-    every rank its shard. The numbers are those of the plain optimizer. Give the parameters of
-    element-wise optimizers, such as AdamW, to these themselves: they need nothing of all this.
+    Muon, Shampoo, LAMB and Adafactor give different results on slices of a matrix. Here each matrix
+    has an owner rank, which receives the full gradient, takes the step for all ranks, and sends
+    every rank its shard. Results equal the plain optimizer's. Element-wise optimizers, such as
+    AdamW, do not need this class.
 
-    Each of N ranks keeps 1/N of the optimizer's state, and another 1/N of the parameters. Save it
-    with `save`, and load it with `load`. What an optimizer estimates over all of its parameters
-    (Prodigy) is estimated over those that a rank owns.
+    Each of N ranks stores 1/N of the optimizer's state and a second 1/N of the parameters. Save
+    with `save`, and load with `load`. An optimizer with estimates over all parameters (Prodigy)
+    only uses the parameters that a rank owns.
 
     Args:
-        params: parameters of a model that is sharded already, or groups of them.
+        params: parameters, or parameter groups, of a sharded model.
         optim: class of the optimizer.
-        group: the ranks; by default those that the parameters are sharded over.
-        **defaults: the optimizer's own arguments.
+        group: the ranks; default: the ranks that the parameters are sharded over.
+        **defaults: arguments of `optim`.
 
     Attributes:
         optim: the optimizer of the tensors that this rank owns.
-        group: the ranks that hold one copy of the model; None: all.
+        group: the ranks that share a copy of the model; None: all.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class WholeTensorOptimizer(DividedOptimizer):
         check_params_and_class(type(self).__name__, params, optim)
         self.optimizer_class = optim
         self.optimizer_arguments = dict(defaults)
-        self._inner: Any = None  # until the constructor's groups are taken in
+        self._inner: Any = None
         super().__init__(params, {})
         given = params_in(self.param_groups)
         self._workers = _ranks_of_copy(given) or rank_group_of(given, group)
         self.group = self._workers.group
         _check_sharded(given, self._workers)
-        self._load = [0] * self._workers.size  # elements that each rank owns
+        self._load = [0] * self._workers.size
         self._tensors: list[list[OwnedTensor]] = []  # by group
-        if self._workers.size > 1:  # raises if the optimizer looks at all parameters together
+        if self._workers.size > 1:  # raises if the optimizer combines all parameters
             options = [{**defaults, **options_of(group)} for group in self.param_groups]
             choose_layout(optim, None, options)
         facts = {"values of optim": optim.__name__, **facts_of_groups(self.param_groups)}
@@ -115,7 +115,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         number = len(self.param_groups) - 1
         try:
             owned = self._take_in(self.param_groups[number])
-            # Constructors check what they take, and add_param_group need not: try it out.
+            # add_param_group checks less than the constructor, so try the constructor first.
             self._make([dict(owned)])
             self.optim.add_param_group(owned)
         except Exception:
@@ -124,7 +124,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         copy_options(self.optim.param_groups, self.param_groups)
 
     def _take_in(self, group: ParamGroup) -> ParamGroup:
-        """Give parameters their owners; return the group with the tensors that this rank owns."""
+        """Assign owners to parameters; return the group with the tensors that this rank owns."""
         if self._workers.size == 1:
             self._tensors.append([])
             return dict(group)
@@ -146,7 +146,7 @@ class WholeTensorOptimizer(DividedOptimizer):
     @torch.no_grad()
     def _step(self, **kwargs: Any) -> None:
         tensors = [tensor for group in self._tensors for tensor in group]
-        # Which have a gradient on any rank, and whether any was changed from outside?
+        # Which tensors have a gradient on any rank? The last flag: was any shard changed?
         flags = [tensor.param.grad is not None for tensor in tensors]
         seen = [tensor.seen for tensor in tensors]
         flags.append(fingerprints([tensor.param for tensor in tensors]) != seen)
@@ -157,7 +157,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         moved = [tensor for tensor, has in zip(tensors, trained, strict=True) if has]
         grads = []
         for tensor in moved:
-            grad = torch.zeros_like(local_shard(tensor.param))  # other ranks have one
+            grad = torch.zeros_like(local_shard(tensor.param))  # only other ranks have one
             if tensor.param.grad is not None:
                 grad = local_shard(tensor.param.grad).to(grad.dtype)
             grads.append(grad)
@@ -170,7 +170,7 @@ class WholeTensorOptimizer(DividedOptimizer):
             for tensor in moved:
                 if tensor.whole is not None:
                     tensor.whole.grad = None
-            # Also if the step has failed here: the other ranks wait for these tensors.
+            # Even after a failed step, because other ranks wait.
             self._to_shards(moved)
 
     @torch.no_grad()
@@ -183,13 +183,11 @@ class WholeTensorOptimizer(DividedOptimizer):
                 tensor.whole.copy_(whole)
         _remember(tensors)
 
-    # A shard is sent to one rank only: with N ranks, 1/N of the bytes of an all-gather. Tensors
-    # travel together, in buckets, in one message between each pair of ranks.
+    # Each shard is sent to a single rank: with N ranks, 1/N of the bytes of an all-gather.
 
     def _to_owners(
         self, tensors: Sequence[OwnedTensor], shards: Sequence[Tensor]
     ) -> list[tuple[OwnedTensor, Tensor]]:
-        """Send this rank's shards to the owners; return the whole tensors that this rank owns."""
         found = []
         for bucket in _buckets(tensors):
             outgoing: list[list[Tensor]] = [[] for _ in range(self._workers.size)]
@@ -207,7 +205,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         return found
 
     def _to_shards(self, tensors: Sequence[OwnedTensor]) -> None:
-        """Send the rows of the tensors that this rank owns to the ranks that hold them."""
+        """Send rows of the tensors that this rank owns to all ranks."""
         for bucket in _buckets(tensors):
             outgoing: list[list[Tensor]] = [[] for _ in range(self._workers.size)]
             sizes: list[list[int]] = [[] for _ in range(self._workers.size)]
@@ -226,8 +224,10 @@ class WholeTensorOptimizer(DividedOptimizer):
     def _exchange(
         self, outgoing: Sequence[list[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
     ) -> list[list[Tensor]]:
-        """Send each rank its flat tensors; return those from each rank, of `sizes` elements."""
-        # What this rank has for itself comes back as it is.
+        """Send each rank its flat tensors; return the tensors from each rank, of `sizes` elements.
+
+        This rank's tensors for itself are returned unchanged.
+        """
         own = self._workers.rank
         messages = []
         expected = []
@@ -253,16 +253,16 @@ class WholeTensorOptimizer(DividedOptimizer):
     # -- for checkpoints and scaling: `_optimizers/state_parts.py` ---------------------------------
 
     def join_in(self) -> None:
-        """Do nothing: `FSDP` averages the gradients of all ranks in backward."""
+        """Do nothing: `FSDP` averages the gradients in backward."""
 
     def prepare(self) -> None:
-        """Do nothing: the owners see at the next step which shards have changed."""
+        """Do nothing: the next step detects changed shards."""
 
     def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
-        """Return the state of the tensors that this rank owns, and the state dict it is in."""
+        """Return the state of the tensors that this rank owns, and the state dict of `optim`."""
         packed = self.optim.state_dict()
         parts = []
-        number = 0  # of a tensor among those that this rank owns
+        number = 0
         for index, tensor in enumerate(tensor for group in self._tensors for tensor in group):
             if tensor.whole is None:
                 continue
@@ -278,39 +278,38 @@ class WholeTensorOptimizer(DividedOptimizer):
     def load_parts(
         self, packed: StateDict, for_later: dict[int, dict[str, Any]], groups: Sequence[ParamGroup]
     ) -> None:
-        """Load the state of the tensors that this rank owns."""
         self.optim.load_state_dict(packed)
         copy_options(groups, self.param_groups)
 
     def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
-        """Raise: no rank has these entries for all parameters, and none of their slices."""
+        """Raise: no rank has these entries for all parameters, and no rank has slices."""
         raise TypeError(
-            "AdamScale needs no whole tensors: give Adam the parameters of "
-            "FullyShardedDataParallel itself, without WholeTensorOptimizer."
+            "AdamScale needs no whole tensors: pass the parameters of FullyShardedDataParallel "
+            "directly to Adam, without WholeTensorOptimizer."
         )
 
     def state_dict(self) -> StateDict:
-        """Return the plain optimizer's state dict, with one rank. With several, use `save`."""
+        """Return the plain optimizer's state dict, on a single rank. On several, use `save`."""
         if self._workers.size > 1:
             raise RuntimeError("each rank has a part of the state. Save it with mh.save().")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the plain optimizer's state dict, with one rank. With several, use `load`."""
+        """Load the plain optimizer's state dict, on a single rank. On several, use `load`."""
         if self._workers.size > 1:
             raise RuntimeError("each rank has a part of the state. Load it with mh.load().")
         self.optim.load_state_dict(dict(state_dict))
         copy_options(self.optim.param_groups, self.param_groups)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError("WholeTensorOptimizer is not copied or pickled. Save it with mh.save().")
+        raise TypeError("WholeTensorOptimizer cannot be copied or pickled. Save with mh.save().")
 
 
 # -- checks ----------------------------------------------------------------------------------------
 
 
 def _ranks_of_copy(params: Sequence[Tensor]) -> RankGroup | None:
-    """Return the ranks that hold one copy of the parameters, if a mesh has several copies."""
+    """Return the ranks that share a copy of the parameters, if a mesh has several copies."""
     meshes = {param.device_mesh for param in params if is_dtensor(param)}
     if len(meshes) != 1:
         return None
@@ -319,7 +318,7 @@ def _ranks_of_copy(params: Sequence[Tensor]) -> RankGroup | None:
 
 
 def _check_sharded(params: Sequence[Tensor], ranks: RankGroup) -> None:
-    """Raise a TypeError unless these are sharded over the ranks by rows."""
+    """Raise a TypeError unless the parameters are sharded over the ranks by rows."""
     if ranks.size == 1:
         return
     for param in params:
@@ -327,28 +326,26 @@ def _check_sharded(params: Sequence[Tensor], ranks: RankGroup) -> None:
         if shards is None or shards.mesh_dim != shards.mesh.ndim - 1 or shards.own.dim:
             raise TypeError(
                 "WholeTensorOptimizer needs parameters that are sharded by rows over one dimension "
-                f"of ranks, and one of shape {tuple(param.shape)} is not. Wrap the model first "
+                f"of ranks; a parameter of shape {tuple(param.shape)} is not. Wrap the model first "
                 "(mh.FSDP), or use mh.OSS, which divides whole parameters among the ranks."
             )
 
 
 @dataclass
 class OwnedTensor:
-    """A sharded tensor with its owner, and the rows of it that each rank holds."""
-
     param: Tensor  # the DTensor
     owner: int
     rows: Sequence[slice]  # of each rank, in the flat tensor
     whole: nn.Parameter | None = None  # on the owner
-    seen: int | None = None  # the fingerprint of the shard that the owner knows
+    seen: int | None = None  # fingerprint of the shard, as known to the owner
 
     def elements(self, rank: int) -> int:
         return self.rows[rank].stop - self.rows[rank].start
 
 
 def fingerprints(params: Sequence[Tensor]) -> list[int]:
-    """Return a number for each shard, which changes with the bits, and if rows are exchanged."""
-    # torch's counts of changes are not enough: it does not count those through `param.data`.
+    """Return a number for each shard that depends on the bits and the order of rows."""
+    # torch's version counters ignore changes through `param.data`.
     if not params:
         return []
     found = []
@@ -364,7 +361,6 @@ def fingerprints(params: Sequence[Tensor]) -> list[int]:
 
 
 def _remember(tensors: Sequence[OwnedTensor]) -> None:
-    """Note that the owners know the shards as they are now."""
     for tensor, seen in zip(tensors, fingerprints([t.param for t in tensors]), strict=True):
         tensor.seen = seen
 
@@ -374,8 +370,10 @@ def _buckets(tensors: Sequence[OwnedTensor]) -> list[slice]:
 
 
 def bucket_ranges(tensors: Sequence[tuple[Hashable, int]]) -> list[slice]:
-    """Return ranges of consecutive tensors of one kind, of about `BUCKET` elements."""
-    # A tensor is given as its kind and its elements.
+    """Return ranges of consecutive tensors of equal kind, with about `BUCKET` elements.
+
+    A tensor is given as its kind and number of elements.
+    """
     ranges = []
     start = 0
     total = 0

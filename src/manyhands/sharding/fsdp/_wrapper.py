@@ -1,20 +1,19 @@
-"""Shard parameters over the ranks: the documented wrapper around torch's `fully_shard`.
+"""Shard parameters over the ranks: the public wrapper around torch's `fully_shard`.
 
-    between steps   each rank holds a slice of every parameter, its gradient and optimizer state
+    between steps   each rank stores a slice of every parameter, gradient and optimizer state
     in a forward    each wrap gathers its parameters, computes, and frees them
-    in a backward   it gathers them again, and gives every rank its slice of the mean gradient
+    in a backward   each wrap gathers again, and gives every rank a slice of the mean gradient
 
-`fully_shard` does this for the module inside (`.module`), whose parameters become DTensors. The
-wrapper adds what the engine lacks: the documented names and options (`_options.py`), cheaper
-collectives on gloo (`_collectives.py`), gradients of parameters that only some ranks use
-(`_root.py`), names and state dicts of the plain model (`_transparent.py`), and one rank without an
-engine or a process group.
+`fully_shard` implements this for the wrapped module (`.module`), whose parameters become DTensors.
+The wrapper adds the documented names and options (`_options.py`), cheaper collectives on gloo
+(`_collectives.py`), gradients of parameters that only some ranks use (`_root.py`), names and state
+dicts of the plain model (`_transparent.py`), and support for a single rank without a process group.
 
-Words used here
-    wrap      one FullyShardedDataParallel, with the parameters outside its inner wraps
-    root      the outermost wrap, which coordinates all wraps inside it
+Glossary
+    wrap      a FullyShardedDataParallel, with the parameters outside its inner wraps
+    root      the outermost wrap, which coordinates all wraps inside
     engine    torch's `fully_shard`, as `_engine.py` uses it
-    place     where a parameter is found: a module, and the parameter's name in it
+    place     the location of a parameter: a module and an attribute name
 """
 
 from __future__ import annotations
@@ -51,23 +50,22 @@ from manyhands.sharding.fsdp._places import (
 from manyhands.sharding.fsdp._root import RootState, become_root
 from manyhands.sharding.fsdp._transparent import (
     Wrap,
-    hold_full_parameters,
+    summon_parameters,
     wraps_in,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Modules inside a wrap. A second wrap around one would find its parameters sharded already. Weak,
-# so that a module is freed with the last user of its model.
+# Modules inside a wrap. Weak, so that a module is freed with its model.
 _wrapped: WeakSet[nn.Module] = WeakSet()
 
 
 class FullyShardedDataParallel(Wrap):
-    """Each of N ranks holds 1/N of the parameters, of their gradients and optimizer state.
+    """Shard a model: each of N ranks stores 1/N of parameters, gradients and optimizer state.
 
-    Make the optimizer after wrapping, from the wrapped module's parameters. Everything else in a
-    training loop stays as it is:
+    Make the optimizer after wrapping, from the wrapped module's parameters. The rest of a training
+    loop does not change:
 
     >>> import torch, manyhands as mh
     >>> layers = [mh.FSDP(torch.nn.Linear(4, 4)) for _ in range(3)]
@@ -79,40 +77,41 @@ class FullyShardedDataParallel(Wrap):
     >>> sorted(model.state_dict())[:2]  # names and tensors of the plain model
     ['0.bias', '0.weight']
 
-    A wrap's parameters are gathered together. Wrap each layer of a large model, and then the whole
-    model (or let `auto_wrap` do it), so that a rank holds at most the largest wrap in full. With
-    one rank nothing is sharded.
+    A wrap gathers all of its parameters together. Wrap each layer of a large model and then the
+    model (or use `auto_wrap`), so that a rank stores full parameters of no more than the largest
+    wrap. A single rank does not shard.
 
-    Surprises: `state_dict()` gathers the parameters, so call it on every rank. On several ranks,
-    `parameters()` are DTensors of which this rank holds a slice. An optimizer that needs full
-    tensors (Adafactor, Rprop) is refused: use `WholeTensorOptimizer` for it.
+    `state_dict()` gathers the parameters: call it on every rank. On several ranks, `parameters()`
+    are DTensors with this rank's slice. Optimizers that need full tensors (Adafactor, Rprop) raise
+    an error: use `WholeTensorOptimizer`.
 
     Args:
         module: the module to shard, in place.
-        process_group: the ranks that shard the parameters; by default all. A group of one rank
-            inside a wrap of several keeps its parameters whole and private to the rank, as an
-            expert of a mixture needs. A `DeviceMesh` of two dimensions has copies of the model,
-            each sharded over the ranks of the second dimension.
-        reshard_after_forward: free the full parameters after each forward and gather them again
-            in backward. Uses less memory and sends 1.5 times the bytes.
-        disable_reshard_on_root: the root keeps its own full parameters until backward even so.
-        mixed_precision: compute with parameters and inputs in `compute_dtype`, by default
-            float16 (bfloat16 needs no loss scaling). The optimizer's parameters keep their type.
+        process_group: the ranks that shard the parameters; default: all. A group with a single rank
+            inside a wrap with several ranks leaves parameters unsharded and private to the rank, as
+            for an expert of a mixture. A two-dimensional `DeviceMesh` stores copies of the model,
+            each sharded over the second dimension.
+        reshard_after_forward: free the full parameters after each forward and gather them again in
+            backward. Uses less memory and sends 1.5 times the bytes.
+        disable_reshard_on_root: nevertheless keep the root's full parameters until backward.
+        mixed_precision: compute with parameters and inputs in `compute_dtype`, by default float16
+            (bfloat16 needs no loss scaling). The optimizer's parameters keep their type.
         fp32_reduce_scatter: with mixed precision, average gradients in float32.
-        move_params_to_cpu: keep shards of parameters, gradients and optimizer state in CPU memory.
+        move_params_to_cpu: store shards of parameters, gradients and optimizer state in CPU memory.
         compute_dtype: type to compute in.
-        buffer_dtype: type of floating-point buffers, by default `compute_dtype`.
-        compute_device: by default the parameters' device, or the group's accelerator.
-        state_dict_device: device on which `state_dict()` puts full parameters.
+        buffer_dtype: type of floating-point buffers; default: `compute_dtype`.
+        compute_device: device to compute on; default: the parameters' device, or the group's
+            accelerator.
+        state_dict_device: device of the full parameters in `state_dict()`.
         clear_autocast_cache: clear autocast's cache of casts after each forward.
         force_input_to_fp32: cast inputs to float32 in a wrap without mixed precision.
         verbose: show every option in `print(model)`.
-        state_dict_on_rank_0_only: make `state_dict()` empty on all other ranks.
-        gradient_predivide_factor: divide gradients by this factor before they are summed, and by
-            N / factor after. By default they are divided after.
+        state_dict_on_rank_0_only: return an empty `state_dict()` on all other ranks.
+        gradient_predivide_factor: divide gradients by this factor before the sum over N ranks, and
+            by N / factor after the sum. By default, divide only after the sum.
         allow_reset_parameters: let `reset_parameters()` call the wrapped module's method.
-        overlap: gather the next wrap's parameters, and send the previous wrap's gradients, while
-            one wrap computes. False needs one or two wraps' memory less, and is slower.
+        overlap: while a wrap computes, gather the next wrap's parameters, and send the previous
+            wrap's gradients. False saves memory for one or two wraps, and is slower.
     """
 
     require_backward_grad_sync = True
@@ -142,7 +141,7 @@ class FullyShardedDataParallel(Wrap):
         overlap: bool = True,
     ) -> None:
         super().__init__()
-        # Mistakes are found before anything is changed or sent.
+        # Raise errors before changing or sending data.
         check_module(module, FullyShardedDataParallel, _wrapped)
         check_precision(mixed_precision, fp32_reduce_scatter)
         self._ranks = find_ranks(process_group)
@@ -152,14 +151,13 @@ class FullyShardedDataParallel(Wrap):
         before = 1.0
         if gradient_predivide_factor is not None:
             before = real("gradient_predivide_factor", gradient_predivide_factor, above=0)
-        # Shared with the engine, or with the hooks of the parameters.
         self._divide = [before, self.world_size / before]
         device = find_device(module, self._ranks, compute_device)
         self._places = find_places(module, FullyShardedDataParallel)
         check_parameters(self._places, self._ranks, device)
         if mixed_precision and compute_dtype is None:
             compute_dtype = torch.float16
-        self._cast_to = compute_dtype  # None: compute in the parameters' own type
+        self._cast_to = compute_dtype  # None: compute in the parameters' type
         buffer_dtype = buffer_dtype or compute_dtype
         self._former_buffer_dtypes = cast_buffers(module, FullyShardedDataParallel, buffer_dtype)
         self.process_group = find_group(process_group)
@@ -188,18 +186,17 @@ class FullyShardedDataParallel(Wrap):
         elif self._cast_to is not None:
             cast_in_forward(module, list(self._places.values()), self._cast_to)
         _wrapped.add(module)
-        self._hold(module)  # last, as attributes are looked up in it from now on
+        self._register_inner(module)  # last, because attribute lookups then fall through to it
 
     def _make_engine(self, module: nn.Module) -> Engine:
-        """Shard the parameters at this wrap's places."""
-        # Modules in inner wraps in a group of one are private to the rank.
+        # Modules in inner single-rank wraps are private to the rank.
         private: set[nn.Module] = set()
         for wrap in wraps_in(module, Wrap):
             if wrap.world_size == 1:
                 private.update(wrap.modules())
         shared = {name: each for name, each in module.named_modules() if each not in private}
         check_same_model(self._ranks, [(self._places, self._compared_options())], shared)
-        # After the check, because a broadcast between different models would hang or crash.
+        # After the check, because a broadcast between different models could hang.
         copy_from_rank_0(shared.values(), self._ranks, self.compute_device)
         reshard: bool | None = self.reshard_after_forward
         if reshard and self.disable_reshard_on_root:
@@ -212,7 +209,7 @@ class FullyShardedDataParallel(Wrap):
             self._cast_to,
             torch.float32 if self.fp32_reduce_scatter else None,
             reshard_after_forward=reshard,
-            # On a CPU they are in CPU memory already.
+            # On a CPU the shards are already in CPU memory.
             offload=self.move_params_to_cpu and self.compute_device.type != "cpu",
             overlap=self.overlap,
             ignored={param for each in private for param in each.parameters(recurse=False)},
@@ -221,12 +218,12 @@ class FullyShardedDataParallel(Wrap):
     # -- training ------------------------------------------------------------------------------
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Run the wrapped module's forward, with its parameters gathered for it."""
-        if self._holds_full:
+        """Run the wrapped module's forward with gathered parameters."""
+        if self._has_full_params:
             raise RuntimeError("forward() was called inside summon_full_params(). Leave it first.")
         if self._is_root is None:
             self._root_state = become_root(self)
-        # A forward inside a backward recomputes a checkpoint: the root's own forward is over.
+        # A forward inside a backward recomputes a checkpoint, after the root's forward.
         root = self._root_state
         if current_task() != -1:
             root = None
@@ -240,7 +237,7 @@ class FullyShardedDataParallel(Wrap):
                 result = self.module(*args, **kwargs)
         except BaseException:
             if root is not None:
-                # Show the first error, not that of a connection which it has broken.
+                # Show this error, not a subsequent error of the broken connection.
                 with suppress(RuntimeError):
                     root.recover()
             raise
@@ -249,14 +246,14 @@ class FullyShardedDataParallel(Wrap):
             if torch.is_grad_enabled():
                 refuse_second_order(result)
         if self._root_state is not None and not torch.is_grad_enabled():
-            self._root_state.reshard()  # a root keeps parameters for a backward; none will come
+            self._root_state.reshard()  # the root would wait for a backward
         if self.clear_autocast_cache:
             torch.clear_autocast_cache()
         return result
 
     @contextmanager
     def _outside_inference_mode(self) -> Iterator[None]:
-        """Leave inference mode: the engine keeps the first forward's tensors, for training too."""
+        """Leave inference mode: the engine reuses the first forward's tensors for training."""
         if self._engine is None or not torch.is_inference_mode_enabled():
             yield
         else:
@@ -268,10 +265,10 @@ class FullyShardedDataParallel(Wrap):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do not average gradients of backward passes inside; full gradients add up on each rank.
+        """Accumulate full gradients on each rank: backward passes inside are not averaged.
 
-        The first pass outside averages the sum. Without `no_sync`, accumulated gradients are
-        sharded: less memory, more bytes.
+        The first pass outside averages the sum. Without `no_sync`, gradients accumulate in shards:
+        less memory, more bytes sent.
         """
         wraps = self._wraps()
         former = [wrap.require_backward_grad_sync for wrap in wraps]
@@ -289,7 +286,7 @@ class FullyShardedDataParallel(Wrap):
             self._engine.module.set_requires_gradient_sync(on, recurse=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including those of `no_sync` passes that were not averaged yet."""
+        """Clear all gradients, including gradients of `no_sync` passes."""
         super().zero_grad(set_to_none)
         for wrap in self._wraps():
             if wrap._engine is not None:
@@ -298,12 +295,11 @@ class FullyShardedDataParallel(Wrap):
                 wrap._root_state.used.forget()
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
-        """Divide gradients by `pre` before they are summed over the ranks, by `post` after."""
+        """Divide gradients by `pre` before the sum over the ranks, and by `post` after the sum."""
         for wrap in self._wraps() if recursive else [self]:
             wrap._divide[:] = [pre, post]
             if wrap._engine is None and not wrap._has_divisor_hooks and pre * post != 1:
-                # No hooks before a divisor is set: they would cost time in every backward. They
-                # live as long as the parameters, and must not keep the wrap alive.
+                # Only now, because hooks cost time. They must not keep the wrap alive.
                 wrap._has_divisor_hooks = True
                 for param in distinct_params(wrap._places):
                     if param.requires_grad:
@@ -311,7 +307,7 @@ class FullyShardedDataParallel(Wrap):
 
     @property
     def gradient_predivide_factor(self) -> float:
-        """The divisor of gradients before they are summed over the ranks."""
+        """The divisor of gradients before the sum over the ranks."""
         return self._divide[0]
 
     @gradient_predivide_factor.setter
@@ -320,7 +316,7 @@ class FullyShardedDataParallel(Wrap):
 
     @property
     def gradient_postdivide_factor(self) -> float:
-        """The divisor of gradients after they were summed over the ranks."""
+        """The divisor of gradients after the sum over the ranks."""
         return self._divide[1]
 
     @gradient_postdivide_factor.setter
@@ -336,7 +332,7 @@ class FullyShardedDataParallel(Wrap):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all gradients on all ranks, and return the norm before clipping.
 
-        Call it on every rank, after the last backward before a step.
+        Call it on every rank, between the last backward and the step.
         """
         if self.world_size == 1:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
@@ -348,26 +344,26 @@ class FullyShardedDataParallel(Wrap):
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
-        """Give every rank the full parameters inside, to be read and changed.
+        """Provide full parameters on every rank inside the context.
 
-        Changes stay unless `volatile`; make the same ones on every rank. Call it on every rank,
-        and not inside a forward or backward.
+        Call it on every rank, outside forward and backward. With `volatile`, changes are discarded;
+        otherwise make equal changes on every rank.
         """
         self._reshard()
         with ExitStack() as stack:
             for wrap in self._wraps() if recurse else [self]:
-                if wrap._holds_full:
+                if wrap._has_full_params:
                     continue
                 if wrap._engine is not None:
                     places = list(wrap._places.values())
-                    stack.enter_context(hold_full_parameters(places, keep=not volatile))
-                wrap._holds_full = True
-                stack.callback(setattr, wrap, "_holds_full", False)
+                    stack.enter_context(summon_parameters(places, keep=not volatile))
+                wrap._has_full_params = True
+                stack.callback(setattr, wrap, "_has_full_params", False)
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call `fn` on every module inside, with full parameters."""
-        # nn.Module.apply calls the apply() of inner wraps, which summon their own parameters.
+        # nn.Module.apply calls apply() of inner wraps.
         with self.summon_full_params(recurse=False):
             super().apply(fn)
         return self
@@ -384,13 +380,13 @@ class FullyShardedDataParallel(Wrap):
     # -- state ---------------------------------------------------------------------------------
 
     def check_can_save(self, model: nn.Module) -> None:
-        """Raise a ValueError if ranks train different parameters: a checkpoint has room for one."""
+        """Raise a ValueError if ranks train different parameters."""
         sharded = any(wrap.world_size > 1 for wrap in wraps_in(model, Wrap))
         if sharded and self.world_size == 1 and self.params:
             raise ValueError(
-                f"a {type(self.module).__name__} is wrapped in a process group of one, so each "
-                "rank has its own parameters there, and a checkpoint would hold those of one. "
-                "Save each rank's state dicts in a file of its own."
+                f"a {type(self.module).__name__} is wrapped in a single-rank process group, so "
+                "parameters differ between ranks, and a checkpoint would contain only a single "
+                "rank's. Save each rank's state dicts in a separate file."
             )
 
     def extra_repr(self) -> str:

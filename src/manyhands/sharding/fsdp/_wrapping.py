@@ -1,11 +1,12 @@
-"""Wrap modules of a model, with the wrapper and its options given once.
+"""Wrap modules of a model, with shared options for all wraps.
 
-`enable_wrap` sets the wrapper and its options, `wrap` wraps one module, and `auto_wrap` those that
-a policy picks. A policy is a function. With `recurse=True` it returns whether to look into a
-module, with `recurse=False` whether to wrap it. `pick_modules` asks it about every module, from
-above and then from below, and only then is the model changed.
+`enable_wrap` sets the wrapper and its options, `wrap` wraps a module, and `auto_wrap` wraps the
+modules that a policy selects. A policy is a function. With `recurse=True` it returns whether to
+visit the submodules of a module, with `recurse=False` whether to wrap the module. `pick_modules`
+asks the policy top-down and then bottom-up, before the model changes.
 
-(`torch.distributed.fsdp.wrap` has no `auto_wrap`, no inner contexts, and splits tied parameters.)
+(`torch.distributed.fsdp.wrap` has no `auto_wrap` and no nested contexts, and separates tied
+parameters.)
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def default_auto_wrap_policy(
     exclude_wrap_modules: Classes | None = None,
     skip_params_check_for_root: bool = False,
 ) -> bool:
-    """The policy by size: wrap modules with enough parameters that are in no wrapper yet.
+    """The policy by size: wrap modules with enough parameters outside of wrappers.
 
     >>> import torch.nn as nn, manyhands as mh
     >>> from manyhands.fairscale import default_auto_wrap_policy
@@ -49,19 +50,18 @@ def default_auto_wrap_policy(
     True
 
     Args:
-        module: the module to decide about. `auto_wrap` passes the first four arguments; the others
-            are given to `auto_wrap` or `enable_wrap`.
-        recurse: True to decide whether to look into the module, False whether to wrap it.
-        unwrapped_params: its number of parameters, without those in wrappers.
+        module: the module to decide about. `auto_wrap` passes the first four arguments; pass the
+            remaining arguments to `auto_wrap` or `enable_wrap`.
+        recurse: True to decide whether to visit submodules, False whether to wrap the module.
+        unwrapped_params: the module's number of parameters, without parameters in wrappers.
         module_is_root: whether `auto_wrap` was called with this module.
         min_num_params: the smallest number of parameters to wrap.
-        force_leaf_modules: classes to leave alone, with all modules inside; by default attention,
-            which reads the weights of a module inside it without calling that module.
-        exclude_wrap_modules: classes that are looked into but not wrapped; by default containers
-            that have no `forward`.
-        skip_params_check_for_root: wrap the root even if few parameters are left for its wrapper.
+        force_leaf_modules: classes to leave alone, with all submodules; default: attention, which
+            reads the weights of a submodule without calling the submodule.
+        exclude_wrap_modules: classes to visit but not wrap; default: containers without `forward`.
+        skip_params_check_for_root: wrap the root even if too few parameters remain.
     """
-    policy: Any = default_auto_wrap_policy  # its sets are read at each call: they may be changed
+    policy: Any = default_auto_wrap_policy  # users may change its sets, so read them at each call
     large = unwrapped_params >= min_num_params
     if recurse:
         leaves = policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
@@ -77,7 +77,7 @@ default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  
 
 @dataclass(frozen=True)
 class _Scope:
-    """The settings of the innermost `enable_wrap`, with those of outer ones merged in."""
+    """The settings of the innermost `enable_wrap`, merged with outer settings."""
 
     wrapper_cls: Wrapper
     policy: Policy
@@ -95,7 +95,7 @@ class _Scope:
         theirs = _keywords_of(wrapper_cls)
         of_policy = _keywords_of(chosen)
         bound = {name: options.pop(name) for name in of_policy & options.keys()}
-        # Python would refuse it too, but only once a module is large enough to be wrapped.
+        # Python would raise only when a module is large enough to be wrapped.
         unknown = options.keys() - theirs
         if unknown and "**" not in theirs:
             raise TypeError(
@@ -105,7 +105,7 @@ class _Scope:
         return _Scope(wrapper_cls, partial(chosen, **bound), self.options), options
 
     def wrap(self, module: nn.Module, overrides: Options) -> nn.Module:
-        """Wrap a module. Its own `wrapper_config` stands between the scope's options and these."""
+        """Wrap a module. `overrides` win over its `wrapper_config`, which wins over the scope."""
         own = {**getattr(module, "wrapper_config", {}), **overrides}
         wrapper_cls = own.pop("wrapper_cls", self.wrapper_cls)
         return wrapper_cls(module, **{**self.options, **own})
@@ -115,7 +115,7 @@ def in_scope() -> bool:
     return _SCOPE.get() is not None
 
 
-# A context variable, so that threads and asyncio tasks do not see each other's settings.
+# Threads and asyncio tasks have separate settings.
 _SCOPE: ContextVar[_Scope | None] = ContextVar("enable_wrap", default=None)
 
 
@@ -137,7 +137,7 @@ def enable_wrap(
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap a module inside `enable_wrap`; outside return it unchanged.
+    """Wrap a module inside `enable_wrap`; outside, return it unchanged.
 
     >>> import torch.nn as nn, manyhands as mh
     >>> from manyhands.fairscale import wrap
@@ -146,8 +146,8 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
     Args:
         module: the module to wrap.
-        wrap_overrides: options for its wrapper, which may include `wrapper_cls`. They win over the
-            module's attribute `wrapper_config` (a dict), and that over `enable_wrap`.
+        wrap_overrides: options for the wrapper, which may include `wrapper_cls`. They win over the
+            module's attribute `wrapper_config` (a dict), which wins over `enable_wrap`.
     """
     scope = _SCOPE.get()
     if scope is None:
@@ -158,7 +158,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 def auto_wrap(
     module: nn.Module, auto_wrap_policy: Policy | Classes | None = None, **kwargs: Any
 ) -> nn.Module:
-    """Wrap the modules that a policy picks among a module and those inside it.
+    """Wrap the modules that a policy selects among a module and its submodules.
 
     >>> import torch.nn as nn, manyhands as mh
     >>> from manyhands.fairscale import auto_wrap, enable_wrap
@@ -169,15 +169,15 @@ def auto_wrap(
     [True, False]
 
     Outside of `enable_wrap` the module is returned unchanged. Inside, the model is changed in
-    place; use the return value, because the module itself may have got a wrapper. A module at two
-    places gets one wrapper, at both. A module that shares a parameter (tied weights) or an
-    unwrapped module with modules outside it gets none, whatever the policy decides. Modules inside
-    an instance of `wrapper_cls` count as wrapped.
+    place; use the return value, because the root may get a wrapper. A module at two places gets a
+    single wrapper, at both. A module that shares a parameter (tied weights) or an unwrapped
+    submodule with modules outside gets no wrapper, whatever the policy decides. Modules inside an
+    instance of `wrapper_cls` count as wrapped.
 
     Args:
-        module: the model, or a module in it that shares no parameters with the rest.
-        auto_wrap_policy: a function like `default_auto_wrap_policy`, or a set of classes, whose
-            instances alone are wrapped. By default the policy of `enable_wrap`.
+        module: the model, or a submodule that shares no parameters with the rest.
+        auto_wrap_policy: a function like `default_auto_wrap_policy`, or a set of classes to wrap.
+            The default is the policy of `enable_wrap`.
         kwargs: keywords of the policy, such as `min_num_params`; options for the wrappers, as in
             `wrap`.
     """
@@ -189,10 +189,10 @@ def auto_wrap(
     while isinstance(cls, partial):
         cls = cls.func
     wrappers = []
-    if isinstance(cls, type):  # a plain function has no instances: nothing counts as wrapped by it
+    if isinstance(cls, type):  # a plain function has no instances
         wrappers = [each for each in module.modules() if isinstance(each, cls)]
     chosen = set(pick_modules(module, scope.policy, wrappers))
-    done: dict[nn.Module, nn.Module] = {}  # a module at two places gets one wrapper
+    done: dict[nn.Module, nn.Module] = {}
 
     def replacement(each: nn.Module) -> nn.Module:
         if each not in done:
@@ -209,20 +209,20 @@ def auto_wrap(
 
 
 def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules to wrap, inner ones first. `wrappers` are wrapped already."""
+    """Return the modules to wrap, inner modules first. `wrappers` are already wrapped."""
     wrappers = set(wrappers)
-    # A parameter that is in a wrapper counts nowhere else, even if it is tied to one outside.
+    # A parameter in a wrapper does not count elsewhere, even if tied.
     wrapped_params = {param for wrapper in wrappers for param in wrapper.parameters()}
 
     def ask(module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
-        """Ask the policy about a module; parameters that are in a wrapper already do not count."""
+        """Ask the policy, counting only parameters outside wrappers."""
         number = sum(param.numel() for param in params - wrapped_params)
         return policy(
             module=module, recurse=recurse, unwrapped_params=number, module_is_root=module is root
         )
 
-    # Modules inside one that is not looked into are left alone even if they are elsewhere, too:
-    # attention reads the weights of a module inside it without calling it.
+    # Submodules of an unvisited module are left alone at all places: attention reads the weights
+    # of a submodule without calling it.
     opened: set[nn.Module] = set()
     sealed: set[nn.Module] = set()
     seen: set[nn.Module] = set()
@@ -238,11 +238,11 @@ def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module])
         else:
             sealed.update(module.modules())
     to_wrap = []
-    # The parameters in each module that no wrapper inside it has taken, found from below.
+    # Parameters of each module outside all wrappers.
     rest: dict[nn.Module, set[nn.Parameter]] = {wrapper: set() for wrapper in wrappers}
 
     def rest_of(module: nn.Module) -> set[nn.Parameter]:
-        """Decide about a module, after those inside it; return the parameters left outside."""
+        """Decide about submodules and then the module; return the parameters outside wrappers."""
         if module not in rest:
             params = set(module.parameters(recurse=False))
             for child in module.children():
@@ -271,7 +271,7 @@ def _params_outside(module: nn.Module, root: nn.Module) -> Iterator[nn.Parameter
 
 
 def _as_policy(policy: Policy | Classes) -> Policy:
-    """Return the policy; for a set of classes, the policy that wraps their instances."""
+    """Return the policy; for a set of classes, a policy that wraps their instances."""
     if not isinstance(policy, Collection):
         return policy
     classes = tuple(policy)
@@ -279,7 +279,7 @@ def _as_policy(policy: Policy | Classes) -> Policy:
 
 
 def _keywords_of(function: Callable[..., object]) -> set[str]:
-    """Return a function's keyword arguments, without a policy's first ones; "**" for any other."""
+    """Return a function's option names, without a policy's first four; "**" for any other."""
     names = set()
     for name, each in inspect.signature(function).parameters.items():
         if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):

@@ -1,4 +1,4 @@
-"""Wrap a model, so that gradients go to their owners while backward runs (`_reducer.py`)."""
+"""Wrap a model to send gradients to their owners during backward (`_reducer.py`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from manyhands.sharding.zero._reducer import Reducer
 
 
 class ShardedDataParallel(ModuleWrapper):
-    """Data parallelism in which each of N workers keeps 1/N of gradients and optimizer state.
+    """Data parallelism that shards gradients and optimizer state: each of N ranks stores 1/N.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -40,25 +40,26 @@ class ShardedDataParallel(ModuleWrapper):
     >>> model(torch.ones(2, 3)).sum().backward()
     >>> optimizer.step()
 
-    After `backward`, `param.grad` is a stand-in for the mean gradient, of which each worker
-    holds a shard. Clip it with torch's `clip_grad_norm_`, and scale losses with
-    `ShardedGradScaler`. Backward passes inside `no_sync()` accumulate gradients of full size on
-    each worker. Outside it every pass is averaged, and added to what the owners hold.
+    After `backward`, `param.grad` represents the mean gradient, and each rank stores a shard. Clip
+    with torch's `clip_grad_norm_`, and scale losses with `ShardedGradScaler`. Backward passes
+    inside `no_sync()` accumulate full-size gradients on each rank. Every pass outside is averaged
+    and added to the shards.
 
     Args:
         module: the model, on its device.
-        optimizer: the `OSS` of the model's parameters, or several, perhaps inside a scaling rule.
-        process_group: the workers; by default those of the optimizer.
+        optimizer: the `OSS` of the model's parameters, or a list. Scaling rules around an OSS are
+            allowed.
+        process_group: the ranks; default: the optimizer's group.
         broadcast_buffers: copy rank 0's buffers whenever gradients are averaged, so that buffers
-            are the same at the next forward.
-        sync_models_at_startup: copy rank 0's parameters and buffers now.
-        reduce_buffer_size: elements that travel together; by default the optimizer's.
+            are equal in the next forward.
+        sync_models_at_startup: copy rank 0's parameters and buffers in the constructor.
+        reduce_buffer_size: elements per message; default: the optimizer's bucket size.
         auto_refresh_trainable: check before each forward whether parameters were frozen or
-            unfrozen. If False, call `refresh_trainable` after you freeze or unfreeze any.
+            unfrozen. If False, call `refresh_trainable` after each such change.
         reduce_fp16: send gradients as float16.
         warn_on_trainable_params_changed: warn when parameters were frozen or unfrozen.
-        reduce_dtype: send gradients in this type, such as bfloat16. They are summed in float32.
-        sharded_optimizer: fairscale's name of `optimizer`.
+        reduce_dtype: send gradients in this type, such as bfloat16. Sums are in float32.
+        sharded_optimizer: fairscale's name for `optimizer`.
     """
 
     averages_gradients = True
@@ -91,7 +92,7 @@ class ShardedDataParallel(ModuleWrapper):
         self.require_backward_grad_sync = True
         self._workers = self._optimizers[0]._workers
         self._reducer: Reducer | None = None
-        # A larger module loads us under `module.`, which our state dict's names do not have.
+        # A larger module loads this one under `module.`, which our state dict omits.
         self.register_load_state_dict_pre_hook(_add_module_prefix)
         if reduce_fp16:
             reduce_dtype = torch.float16
@@ -99,7 +100,7 @@ class ShardedDataParallel(ModuleWrapper):
             whole("reduce_buffer_size", reduce_buffer_size)
         if self._workers.size == 1:
             return
-        # Before any other collective: ranks whose models differ would mix data up, or hang.
+        # Before other collectives, which would mix different models up, or hang.
         facts: Facts = {
             "values of reduce_dtype": str(reduce_dtype),
             "values of reduce_buffer_size": reduce_buffer_size,
@@ -114,13 +115,13 @@ class ShardedDataParallel(ModuleWrapper):
                 one._resize_buckets(reduce_buffer_size)
         if sync_models_at_startup:
             self._workers.broadcast_from_first([*module.parameters(), *module.buffers()])
-        # Otherwise two modules' buckets could be taken for each other's in one backward.
+        # A shared group could confuse the buckets of two modules in one backward.
         workers = self._workers
         if workers.shared_memory is None:
             workers = workers.with_own_group(next(module.parameters()).device, pairs=True)
         self._reducer = Reducer(self._shards(), workers, weakref.ref(self), reduce_dtype)
         for one in self._optimizers:
-            # Weak: the module owns the reducer and its hooks, and the optimizer may outlive them.
+            # Weak: the module owns the reducer and hooks, and the optimizer may outlive both.
             one._run.reducer_ref = weakref.ref(self._reducer)
 
     def _shards(self) -> list[Shards]:
@@ -129,22 +130,22 @@ class ShardedDataParallel(ModuleWrapper):
     # -- training ------------------------------------------------------------------------------
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
-        """Run the wrapped module's forward, with its parameters and buffers up to date."""
+        """Run the wrapped module's forward."""
         if self._reducer is None:
             return self.module(*inputs, **kwargs)
-        # Private: torch has no public way to ask whether a forward runs inside of DDP's.
+        # Private: torch has no public way to detect a forward inside DDP's forward.
         outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if outer is not None and self in outer.modules():
             raise inside_ddp(self)
-        # `to` or `half` may have given parameters memory outside of the buckets.
+        # `to` or `half` may have moved parameters out of the buckets.
         for one in self._optimizers:
             one._follow_moved()
         trains = self.training and torch.is_grad_enabled()
         if trains and self.auto_refresh_trainable and self._reducer.trained_changed:
             if self.warn_on_trainable_params_changed:
                 warn(
-                    "parameters were frozen or have thawed; their gradients' buckets are laid "
-                    "out anew. (warn_on_trainable_params_changed=False silences this.)",
+                    "parameters were frozen or unfrozen, so gradient buckets are rebuilt. "
+                    "(warn_on_trainable_params_changed=False disables this warning.)",
                 )
             self.refresh_trainable()
         try:
@@ -155,7 +156,7 @@ class ShardedDataParallel(ModuleWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each worker: backward passes inside are not averaged."""
+        """Accumulate gradients on each rank: backward passes inside are not averaged."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -164,22 +165,22 @@ class ShardedDataParallel(ModuleWrapper):
             self.require_backward_grad_sync = before
 
     def reduce(self) -> None:
-        """Average the gradients that `no_sync()` has left. Call it on every worker.
+        """Average gradients accumulated inside `no_sync()`. Call it on every rank.
 
-        A backward outside `no_sync()` does so by itself.
+        A backward outside `no_sync()` does so automatically.
         """
         if self._reducer is not None:
             self._reducer.reduce()
 
     def refresh_trainable(self) -> None:
-        """Follow parameters that were frozen or unfrozen. Call it on every worker."""
+        """Follow parameters that were frozen or unfrozen. Call it on every rank."""
         for one in self._optimizers:
             one.refresh_trainable()
         if self._reducer is not None:
             self._reducer.follow_trained()
 
     def sync_buffers(self, blocking: bool = False) -> None:
-        """Copy rank 0's buffers. They have arrived when this returns, whatever `blocking` is."""
+        """Copy rank 0's buffers. The call blocks even with `blocking=False`."""
         self._workers.broadcast_from_first(list(self.module.buffers()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -192,7 +193,7 @@ class ShardedDataParallel(ModuleWrapper):
 
     @property
     def device_type(self) -> str:
-        """The type of device that the module is on, such as "cuda"; its first parameter's."""
+        """The type of the first parameter's device, such as "cuda"."""
         return next(self.module.parameters()).device.type
 
     @property
@@ -205,13 +206,13 @@ class ShardedDataParallel(ModuleWrapper):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Not set yet: to look for it in `self.module` would recurse.
+            # Not set yet: a lookup in `self.module` would recurse.
             if name == "module":
                 raise
             return wrapped_attribute(self, self.module, name)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError("a ShardedDataParallel is not copied: copy model.module instead.")
+        raise TypeError("a ShardedDataParallel cannot be copied: copy model.module instead.")
 
     def __getitem__(self, key: object) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -225,8 +226,8 @@ class ShardedDataParallel(ModuleWrapper):
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> ShardedDataParallel:
-        """Convert or move the module (`to`, `half`), and its sharded gradients."""
-        # torch sets `param.grad.data`, which would leave a sharded gradient's slices unchanged.
+        """Convert or move the module (`to`, `half`), and the sharded gradients."""
+        # torch sets `param.grad.data`, which does not change a sharded gradient's slices.
         sharded: dict[nn.Parameter, Tensor] = {}
         for param in self.parameters():
             if isinstance(param.grad, ShardedGradient):
@@ -242,7 +243,7 @@ class ShardedDataParallel(ModuleWrapper):
 def _add_module_prefix(
     module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
 ) -> None:
-    """Rename the plain module's entries as this module has them inside a larger one."""
+    """Add our prefix to the plain module's entries, for loading inside a larger module."""
     assert isinstance(module, ShardedDataParallel)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
@@ -254,17 +255,17 @@ def _add_module_prefix(
 def check_module_and_oss(
     module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None
 ) -> None:
-    """Raise unless these optimizers hold what the module trains, and nothing else."""
+    """Raise unless the optimizers contain exactly the parameters that the module trains."""
     if not optimizers:
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
     check_not_averaged_inside(module)
     check_has_memory(module)
     for one in optimizers:
         if one._run.reducer is not None:
-            raise RuntimeError("this OSS belongs to another ShardedDataParallel already.")
+            raise RuntimeError("this OSS already belongs to a ShardedDataParallel.")
         given = group or optimizers[0].group or dist.group.WORLD
         if given is not (one.group or dist.group.WORLD):
-            raise ValueError("the process group is not the optimizer's. Give OSS the same group.")
+            raise ValueError("the process group differs from the optimizer's. Pass OSS this group.")
     held: set[int] = set()
     for one in optimizers:
         held.update(map(id, params_in(one.param_groups)))
@@ -278,6 +279,6 @@ def check_module_and_oss(
     if left_out or foreign:
         raise ValueError(
             f"{len(left_out)} parameter(s) of the module are in no optimizer {left_out[:4]}, and "
-            f"the optimizer holds {foreign} parameter(s) that are not in the module. Make the OSS "
+            f"the optimizer has {foreign} parameter(s) that are not in the module. Make the OSS "
             "from module.parameters(), or freeze parameters with requires_grad_(False)."
         )

@@ -1,15 +1,15 @@
-"""Move parameters to flat memory, and cut it into slices as `_layout.py` says.
+"""Move parameters to flat memory, and cut it into slices as `_layout.py` decides.
 
-Tensors we hold
-    buffer.data   one flat tensor; the parameters are views of it
-    slice.data    updated by the optimizer: a view of the same memory, with the elements of one
-                  parameter that lie in this rank's slice of one bucket
+Tensors
+    buffer.data   a flat tensor; parameters are views of it
+    slice.data    a view of the same memory: the elements of a parameter in this rank's slice of a
+                  bucket, updated by the optimizer
 
-A step, as this file sees it: `gradient` gives each slice its part of `param.grad`, the optimizer
-updates `slice.data` in place, `start_all_gather` sends the slices and receives the other ranks',
-`wait` returns when all parameters are complete.
+A step: `gradient` returns a slice's part of `param.grad`, the optimizer updates `slice.data` in
+place, `start_all_gather` starts the exchange of slices, and `wait` returns when all parameters are
+complete.
 
-With one rank nothing is moved: its slices are the parameters themselves.
+On a single rank parameters are not moved, and slices are the parameters.
 """
 
 from __future__ import annotations
@@ -30,31 +30,30 @@ from manyhands._tensors.flat import flatten, unflatten
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._layout import ParamRange
 
-Kind: TypeAlias = tuple[torch.dtype, torch.device]  # parameters of one kind share buffers
+Kind: TypeAlias = tuple[torch.dtype, torch.device]  # parameters of equal kind share buffers
 
 
 @dataclass(eq=False)
 class ParamSlice:
-    """Elements `start` to `stop` of a parameter, which this rank keeps up to date."""
+    """Elements `start` to `stop` of a parameter, which this rank updates."""
 
     param: int
     start: int
     stop: int
     data: Tensor
     whole: bool  # `data` has the parameter's shape; otherwise it is flat
-    rounded: Tensor | None = None  # the parameter's own elements, if `data` is an exact copy
+    rounded: Tensor | None = None  # the parameter's elements, if `data` is an exact copy
 
 
 @dataclass(eq=False)
 class PendingGather:
-    """A bucket of parameters on its way, perhaps in a narrower type than theirs."""
+    """A bucket of parameters in an all_gather, perhaps in a narrower type."""
 
     data: Tensor
     sent: Tensor
     works: list[dist.Work]
 
     def wait(self) -> None:
-        """Wait for the other ranks' slices; copy them into the parameters if they came rounded."""
         for work in self.works:
             work.wait()
         if self.sent is not self.data:
@@ -63,14 +62,13 @@ class PendingGather:
 
 @dataclass(eq=False)
 class SharedMemoryGather:
-    """A bucket of parameters whose slices will be read from their owners' memory."""
+    """A bucket of parameters to read from the memory of other ranks."""
 
     bucket: FlatBucket
     rank: int
-    barrier: dist.Work  # until it is over, an owner may still be writing its slice
+    barrier: dist.Work  # before it ends, an owner may still write its slice
 
     def wait(self) -> None:
-        """Wait until every owner has written its slice, and copy the slices from their memory."""
         self.barrier.wait()
         for rank, (a, b) in enumerate(pairwise(self.bucket.layout.cuts)):
             if rank != self.rank:
@@ -79,33 +77,29 @@ class SharedMemoryGather:
 
 @dataclass(eq=False)
 class FlatBucket:
-    """A bucket of parameters in memory."""
-
     layout: _layout.BucketLayout
     data: Tensor
     on_ranks: list[Tensor]  # every rank's `data`, if the ranks share memory; otherwise empty
-    # This rank's, and their places in its slice of the bucket.
+    # This rank's slices, and their places in the bucket.
     slices: list[tuple[ParamSlice, ParamRange]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class FlatBuffer:
-    """Some parameters in one flat tensor, and its buckets."""
-
     layout: _layout.BufferLayout
     data: Tensor
     buckets: list[FlatBucket]
 
 
 class Shards:
-    """All parameters of an optimizer, by index, and the ranks that own them.
+    """All parameters of an optimizer, by index, and the ranks that own their elements.
 
-    `even` chooses the layout. `largest` is the number of elements in a bucket (None: a good one;
-    0: a bucket for each parameter). A parameter's *place* is its part of the flat memory. A frozen
-    one is left where it is until it thaws. Once a parameter has its place, it keeps it.
+    `largest` is the number of elements in a bucket (None: the default; 0: a bucket per parameter).
+    A parameter's *place* is its part of the flat memory, assigned permanently when the parameter is
+    first trained.
 
-    With `wire`, parameters travel in that narrower type, and every rank, their owner too, trains
-    with the rounded values. The owner keeps an exact copy, so that small updates are not lost.
+    With `wire`, parameters travel in that narrower type, and all ranks train with rounded values.
+    Owners store exact copies, so that small updates are not lost.
     """
 
     def __init__(
@@ -120,12 +114,12 @@ class Shards:
         self.even = even
         self.largest = largest
         self.wire = wire
-        self._gathers: list[PendingGather | SharedMemoryGather] = []  # of this step
+        self._gathers: list[PendingGather | SharedMemoryGather] = []
         self.params: list[Tensor] = []
         self.slices: list[list[ParamSlice]] = []
         self.buffers: list[FlatBuffer] = []
         self._load: dict[Kind, list[int]] = {}  # elements per rank
-        self._where: dict[int, tuple[Tensor, int]] = {}  # param -> its buffer and start in it
+        self._where: dict[int, tuple[Tensor, int]] = {}  # param -> buffer, start in the buffer
 
     def extend(self, params: Sequence[Tensor]) -> None:
         self.params.extend(params)
@@ -133,14 +127,14 @@ class Shards:
 
     @property
     def missing(self) -> list[int]:
-        """Indices of trained parameters without a place: those that `lay_out` is for."""
+        """Indices of trained parameters without a place: the input of `lay_out`."""
         if self.workers.size == 1:
             return self.without_slices
         return [i for i in self.without_slices if self.params[i].requires_grad]
 
     @property
     def without_slices(self) -> list[int]:
-        """Indices of parameters without a place: frozen ones, and those that `lay_out` is for."""
+        """Indices of all parameters without a place."""
         found = []
         for i, param in enumerate(self.params):
             empty = self.workers.size > 1 and not param.numel()
@@ -149,11 +143,11 @@ class Shards:
         return found
 
     def lay_out(self) -> list[ParamSlice]:
-        """Give places to the parameters that need one; return this rank's new slices."""
+        """Assign places to the `missing` parameters; return this rank's new slices."""
         ranks = self.workers.size
         new = self.missing
         kinds: dict[Kind, list[int]] = {}
-        for i in reversed(new):  # about the order in which backward finishes them
+        for i in reversed(new):  # approximates the order of gradients in backward
             param = self.params[i]
             if ranks == 1:
                 self.slices[i] = [ParamSlice(i, 0, param.numel(), param, whole=True)]
@@ -175,7 +169,6 @@ class Shards:
 
     @torch.no_grad()
     def _build(self, layout: _layout.BufferLayout, kind: Kind) -> None:
-        """Allocate a layout's buffer, move its parameters there, and find this rank's slices."""
         dtype, device = kind
         on_ranks: list[Tensor] = []
         if self.workers.shared_memory is None:
@@ -188,7 +181,7 @@ class Shards:
             param = self.params[index]
             view = unflatten(data[start : start + param.numel()], param)
             view.copy_(param)
-            # `.data` keeps the Parameter object, which the model and the optimizer refer to.
+            # Preserves the Parameter object, which model and optimizer share.
             param.data = view
             self._where[index] = (data, start)
         buckets = []
@@ -222,12 +215,12 @@ class Shards:
 
     @property
     def buckets(self) -> Iterator[FlatBucket]:
-        """All buckets, in about the order in which backward finishes them."""
+        """All buckets, approximately in backward order."""
         for buffer in self.buffers:
             yield from buffer.buckets
 
     def held_by(self, rank: int, members: range) -> list[Tensor]:
-        """Return what rank `rank` owns of some parameters: whole ones, or views of slices."""
+        """Return the parameters that rank `rank` owns, or views of slices."""
         if self.workers.size == 1:
             return [self.params[i] for i in members]
         held = []
@@ -242,7 +235,7 @@ class Shards:
 
     @property
     def to_step(self) -> list[FlatBucket]:
-        """The buckets that a step may change, in about the order in which forward uses them."""
+        """The buckets that a step may change, approximately in forward order."""
         chosen = []
         for bucket in self.buckets:
             params = [self.params[place.param] for place in bucket.layout.ranges]
@@ -252,7 +245,7 @@ class Shards:
         return chosen
 
     def release(self) -> None:
-        """Forget all places. Only possible before optimizer state is tied to the slices."""
+        """Discard all places. Only possible before optimizer state is tied to slices."""
         self.buffers = []
         self._where = {}
         self._load = {}
@@ -262,14 +255,13 @@ class Shards:
 
     @property
     def moved(self) -> bool:
-        """Whether `model.to(...)` or `half()` has put parameters outside of our buffers."""
+        """Whether `model.to(...)` or `half()` has moved parameters out of the buffers."""
         for i, (data, start) in self._where.items():
             if self.params[i].data_ptr() != data.data_ptr() + start * data.element_size():
                 return True
         return False
 
     def rebuild_buffers(self) -> None:
-        """Build the buffers again on the device and in the dtype that parameters have now."""
         layouts: list[tuple[_layout.BufferLayout, Kind]] = []
         for buffer in self.buffers:
             kinds = {(self.params[i].dtype, self.params[i].device) for i in buffer.layout.starts}
@@ -288,7 +280,6 @@ class Shards:
     # -- between gradients and slices ----------------------------------------------------------
 
     def gradient(self, owned: ParamSlice) -> Tensor | None:
-        """Return the gradient of a slice, in the shape of its data."""
         param = self.params[owned.param]
         grad = param.grad
         if isinstance(grad, ShardedGradient):
@@ -302,24 +293,23 @@ class Shards:
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Before a step: update exact copies of parameters that were changed, as by loading."""
+        """Before a step, refresh exact copies of parameters that were changed."""
         for slices in self.slices:
             for owned in slices:
                 if owned.rounded is not None:
-                    # An exact value that does not round to the parameter's is out of date.
+                    # An exact value that does not round to the parameter's value is out of date.
                     kept = owned.data.to(self.wire).to(owned.data.dtype) == owned.rounded
                     owned.data.copy_(torch.where(kept, owned.data, owned.rounded))
 
     @torch.no_grad()
     def start_all_gather(self, buckets: Sequence[FlatBucket]) -> None:
-        """Begin to send this rank's slices of the buckets, and to receive the other ranks'."""
         for bucket in buckets:
             for owned, _ in bucket.slices:
                 if owned.rounded is not None:
                     owned.rounded.copy_(owned.data)
         memory = self.workers.shared_memory
         if memory is not None:
-            barrier = memory.barrier()  # one for all of the buckets
+            barrier = memory.barrier()
             self._gathers += [SharedMemoryGather(b, self.workers.rank, barrier) for b in buckets]
             return
         for bucket in buckets:
@@ -330,15 +320,14 @@ class Shards:
             self._gathers.append(PendingGather(bucket.data, sent, works))
 
     def wait(self) -> None:
-        """Wait until all parameters of this step have arrived."""
-        # Other ranks' slices arrive in `data`, which does not count as a change of the views of it:
-        # autograd notices a backward through old values by the parameters' versions.
+        # Writing to `data` does not change the versions of its views, by which autograd detects a
+        # backward through old values.
         params = [self.params[place.param] for b in self.to_step for place in b.layout.ranges]
         torch.autograd.graph.increment_version(params)
         for gather in self._gathers:
             gather.wait()
         if self._gathers and self.workers.shared_memory is not None:
-            # A rank must not change its slices while another is still reading them.
+            # Slices must not change while other ranks read.
             self.workers.shared_memory.barrier().wait()
         self._gathers.clear()
 

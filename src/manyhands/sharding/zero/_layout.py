@@ -1,19 +1,19 @@
-"""Decide which rank keeps which elements up to date. Integers in, integers out.
+"""Assign each element to a rank that updates it. Integers in, integers out.
 
-Parameters lie one after the other in *buffers*, each one flat piece of memory. A buffer is cut into
-*buckets*, which travel as a whole, and a bucket into N slices, one for each rank:
+Parameters lie one after the other in flat *buffers*. A buffer consists of *buckets*, the units of
+communication, and a bucket consists of N slices, one per rank:
 
     buffer    | bucket                        | bucket                        |
               | slice 0 | slice 1 | ... N - 1 | slice 0 | slice 1 | ... N - 1 |
     params    | a  | b        | c                             |  d    | padding
 
-There are two layouts:
+Two layouts:
 
-    even    all slices of a bucket have the same size, wherever parameters begin and end
-    whole   a slice holds whole parameters. They are given to ranks by size, the largest first, and
-            lie in the order of their owners. The buffer is a single bucket
+    even    all slices of a bucket have equal sizes, independent of parameter boundaries
+    whole   a slice consists of uncut parameters. Ranks receive parameters by size, the largest
+            first. Parameters lie in the order of their owners, and a buffer is a single bucket
 
-A parameter begins at a multiple of `ALIGN` elements, where vectorised kernels are fastest.
+Parameters start at multiples of `ALIGN` elements, where vectorised kernels are fastest.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from operator import itemgetter
 from manyhands._tensors.flat import in_groups
 
 ALIGN = 16
-BUCKET = 2**22  # elements of a bucket among few ranks: 16 MiB of float32
-SMALLEST = 2**16  # elements: below this, the start of a collective costs more than its bytes
-SPARE = 1.125  # a buffer this much above the bucket size is not cut in two
-MANY = 16  # ranks, above which buckets grow, so that a slice stays worth a message
+BUCKET = 2**22  # elements per bucket on few ranks: 16 MiB of float32
+SMALLEST = 2**16  # elements: below, starting a collective costs more than sending the bytes
+SPARE = 1.125  # a buffer may exceed the bucket size by this factor before it is cut
+MANY = 16  # ranks, above which buckets grow, so that slices do not become too small to send
 
 
 @dataclass(frozen=True)
 class ParamRange:
-    """Elements `start` to `stop` of a parameter, at `offset` in a bucket (or in a slice of it)."""
+    """Elements `start` to `stop` of a parameter, at `offset` in a bucket or slice."""
 
     param: int
     start: int
@@ -46,7 +46,7 @@ class ParamRange:
         return self.stop - self.start
 
     def within(self, low: int, high: int) -> Iterator[ParamRange]:
-        """Yield the part of it, if any, that lies between two places; offsets count from `low`."""
+        """Yield the part between two places, unless empty; offsets count from `low`."""
         first = max(self.offset, low)
         last = min(self.offset + self.size, high)
         if first < last:
@@ -56,9 +56,9 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Data that travels together: rank r owns the slice from `cuts[r]` to `cuts[r + 1]`.
+    """Layout of a bucket: rank r owns the slice from `cuts[r]` to `cuts[r + 1]`.
 
-    The cuts of an even layout are a range: nothing that grows with the number of ranks.
+    The cuts of an even layout are a range, so memory does not grow with the number of ranks.
     """
 
     ranges: tuple[ParamRange, ...]
@@ -70,14 +70,14 @@ class BucketLayout:
         return self.cuts[-1]
 
     def owned(self, rank: int) -> Iterator[ParamRange]:
-        """Yield the ranges that rank `rank` owns; their offsets count from its slice."""
-        for each in self.ranges:  # a parameter may begin in one rank's slice and end in another's
+        """Yield the ranges that rank `rank` owns, with offsets in the rank's slice."""
+        for each in self.ranges:
             yield from each.within(self.cuts[rank], self.cuts[rank + 1])
 
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """One flat piece of memory; `starts` says where each of its parameters begins."""
+    """Layout of a buffer; `starts` maps each parameter to its first element."""
 
     starts: dict[int, int]
     buckets: tuple[BucketLayout, ...]
@@ -90,8 +90,8 @@ class BufferLayout:
 def bucket_size(workers: int, elements: int) -> int:
     """Return the number of elements in a bucket, for a model of `elements`.
 
-    It is 4 Mi, and eight times that among 1,024 ranks; but a tenth of a smaller model, whose
-    buckets would otherwise hold more memory than sharding saves.
+    For small models, no more than a tenth of the model, because buckets would otherwise take more
+    memory than sharding saves.
 
     >>> bucket_size(4, 10**9), bucket_size(1024, 10**9) // 1024  # elements of each slice
     (4194304, 32768)
@@ -108,7 +108,7 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
     for members in in_groups(sizes, itemgetter(1), largest):
         starts, total = _assign_starts(members)
         number = math.ceil(total / (SPARE * largest)) if largest else 1
-        # Rounding the bucket up keeps its slices equal, and aligned; the rest is padding.
+        # Rounding up gives equal, aligned slices; the rest is padding.
         size = _round_up(-(-total // number), workers * ALIGN)
         cuts = range(0, size + 1, size // workers)
         buckets = []
@@ -122,7 +122,10 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
 def whole_layout(
     sizes: Sequence[tuple[int, int]], workers: int, largest: int, load: list[int]
 ) -> list[BufferLayout]:
-    # `load` counts the elements that each rank owns so far, and is updated.
+    """Assign uncut parameters, given as (index, elements), to ranks.
+
+    `load` counts the elements that each rank already owns, and is updated.
+    """
     owner = deal_out(sizes, load)
     buffers = []
     for members in in_groups(sizes, itemgetter(1), largest):
@@ -132,7 +135,7 @@ def whole_layout(
         for index, size in members:
             ends[owner[index]] = starts[index] + _round_up(size, ALIGN)
         cuts = [0]
-        for end in ends:  # a rank that owns nothing gets an empty slice
+        for end in ends:
             cuts.append(max(cuts[-1], end))
         ranges = _ranges_within(members, starts, 0, total)
         buffers.append(BufferLayout(starts, (BucketLayout(ranges, tuple(cuts)),)))
@@ -140,13 +143,13 @@ def whole_layout(
 
 
 def deal_out(sizes: Sequence[tuple[int, int]], load: list[int]) -> dict[int, int]:
-    """Return an owner for each index and size; `load`, how much each rank owns, is updated.
+    """Return an owner for each index, and add the sizes to `load`, the elements per rank.
 
     >>> deal_out([(0, 5), (1, 9), (2, 4)], load=[0, 0])
     {1: 0, 0: 1, 2: 1}
     """
     owner: dict[int, int] = {}
-    # The largest first, each to the rank with the least so far: loads end about equal.
+    # Greedy: the largest remaining parameter goes to the rank with the smallest load.
     for index, size in sorted(sizes, key=lambda entry: (-entry[1], entry[0])):
         owner[index] = load.index(min(load))
         load[owner[index]] += size
@@ -159,13 +162,12 @@ def _assign_starts(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], 
     for index, size in members:
         starts[index] = end
         end += _round_up(size, ALIGN)
-    return starts, max(end, ALIGN)  # never empty: parameters may all have no elements
+    return starts, max(end, ALIGN)  # never zero, even if all parameters are empty
 
 
 def _ranges_within(
     members: Sequence[tuple[int, int]], starts: dict[int, int], low: int, high: int
 ) -> tuple[ParamRange, ...]:
-    """Return the parts of parameters between two places of a buffer: the ranges of one bucket."""
     ranges: list[ParamRange] = []
     for index, size in members:
         ranges += ParamRange(index, 0, size, starts[index]).within(low, high)

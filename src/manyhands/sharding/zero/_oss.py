@@ -1,13 +1,13 @@
 """Shard an optimizer: each rank updates its slices, then all ranks gather the parameters.
 
 A step, in order
-    options     learning rates and so on are copied from `param_groups`, which schedulers change
-    gradients   each slice gets its part of `param.grad` (`_flat_params.py`)
-    step        `optim`, the optimizer that the user asked for, updates this rank's slices
+    options     copy learning rates etc. from `param_groups`, which schedulers change
+    gradients   give each slice the matching part of `param.grad` (`_flat_params.py`)
+    step        update this rank's slices with `optim`, an instance of the user's optimizer class
                 (`_slice_optimizer.py`)
-    gather      every rank sends its slices of the flat parameters and receives the other ranks'
+    gather      exchange slices of the flat parameters with all ranks
 
-Saving and loading are in `_state.py`.
+`_state.py` saves and loads.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from manyhands.sharding.zero._slice_optimizer import choose_layout, follow_moved
 
 @dataclass
 class OSSRun:
-    """State that changes while an OSS is used, shared by the OSS and the proxies around it."""
+    """State that changes while an OSS is used, shared with proxies around the OSS."""
 
-    optim: Any = None  # an optimizer of slices, once the parameters are laid out
-    begun: bool = False  # whether there is optimizer state, which is tied to slices
-    averaged: bool = False  # whether the ranks had the same gradients in the first step
+    optim: Any = None
+    begun: bool = False  # whether optimizer state exists, which is tied to slices
+    averaged: bool = False  # whether ranks had equal gradients in the first step
     consolidated: dict[int, _state.ParamState] | None = None
-    recipient: int | None = None  # of the state that was consolidated since the last step
+    recipient: int | None = None  # of the state collected since the last step
     # Loaded state of frozen parameters, by index.
     pending_state: dict[int, _state.ParamState] = field(default_factory=dict)
-    # Of our ShardedDataParallel: weak, because the module holds it and the OSS.
+    # Of our ShardedDataParallel. Weak, because the module references the OSS.
     reducer_ref: Callable[[], Reducer | None] = lambda: None
 
     def begin(self) -> None:
-        """Note that there is new state, which was not collected."""
+        """Discard the collected state, because `optim` now has newer state."""
         self.begun = True
         self.consolidated = None
         self.recipient = None
@@ -76,7 +76,7 @@ class OSSRun:
 
 
 class OSS(DividedOptimizer):
-    """Optimizer state sharding: each of N workers keeps 1/N of the optimizer's state.
+    """Shard the optimizer state: each of N ranks stores 1/N.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -84,43 +84,41 @@ class OSS(DividedOptimizer):
     >>> model(torch.ones(2, 3)).sum().backward()
     >>> optimizer.step()
 
-    It takes the place of the optimizer, under `DistributedDataParallel` or with
-    `ShardedDataParallel`, which shards the gradients too. After `step` every worker has all
-    parameters, and they are those of the plain optimizer.
+    OSS replaces the optimizer, under `DistributedDataParallel` or, to shard gradients as well,
+    `ShardedDataParallel`. After `step`, all ranks have the parameters that the plain optimizer
+    would compute.
 
-    The parameters become views of flat memory when the optimizer is made, so make it after the
-    model is on its device. `state_dict` is the plain optimizer's, and has to be collected from
-    the workers first: call `consolidate_state_dict` on all of them. (Before the first step there
-    is nothing to collect.)
+    The constructor turns parameters into views of flat memory, so move the model to its device
+    first. `state_dict` returns the plain optimizer's format. After the first step, call
+    `consolidate_state_dict` on all ranks beforehand.
 
     Args:
-        params: parameters, or groups of them, as for any optimizer.
+        params: parameters or parameter groups, as for any optimizer.
         optim: class of the optimizer.
-        group: the workers that share the state; all, by default.
-        broadcast_buffer_size: fairscale's name of `bucket_size`; without effect if not positive.
-        broadcast_fp16: send updated parameters as float16. All workers then train with the
-            rounded values; the exact ones stay with their owners. (With `shared_memory` nothing is
-            sent, or rounded.) They are not in state dicts: a resumed run begins with the rounded.
-        layout: "even" cuts parameters anywhere, into equal slices, for optimizers that work
-            element by element; "whole" leaves each parameter with one worker. The default is what
-            `optim` needs; see `.layout`.
-        shared_memory: for workers of one host, on the CPU: they read gradients and parameters
-            from each other's memory, and nothing is sent. Half the CPU time of sending, or less.
-        bucket_size: elements that travel together; by default 4 Mi, more among many workers, and
-            less of a small model.
-        gather_state: let `state_dict()` collect the state on all workers by itself, for trainers
-            that call it on every worker, such as Accelerate. Each worker then holds the whole
-            state in its host's memory for a moment. If some workers do not call it, the others
-            raise an error.
-        **defaults: the optimizer's own arguments. Those that it keeps as its defaults, and that
-            change what it computes, must be the same on every worker.
+        group: the ranks that share the state; default: all.
+        broadcast_buffer_size: fairscale's name for `bucket_size`; ignored unless positive.
+        broadcast_fp16: send updated parameters as float16. All ranks train with the rounded values,
+            and only owners store exact values. State dicts contain the rounded values, so a resumed
+            run starts with these. No effect with `shared_memory`.
+        layout: "even" cuts parameters anywhere into equal slices, for elementwise optimizers;
+            "whole" assigns each parameter to a single rank. The default depends on `optim`; see
+            `.layout`.
+        shared_memory: for ranks of a single host, on CPU: read gradients and parameters from the
+            memory of other ranks instead of sending. This takes half the CPU time of sending, or
+            less.
+        bucket_size: elements per message; default 4 Mi, more for many ranks, less for small models.
+        gather_state: let `state_dict()` collect the state from all ranks, for trainers that call it
+            on every rank, such as Accelerate. Each rank temporarily stores the full state in host
+            memory. If some ranks do not call `state_dict()`, the other ranks raise an error.
+        **defaults: arguments of `optim`. Options that the optimizer lists in `defaults` and that
+            change its results must be equal on all ranks.
 
     Attributes:
-        optim: the optimizer of this worker's shard.
-        rank: this worker's rank in `group`.
-        global_rank: this worker's rank among all processes.
-        world_size: the number of workers in `group`.
-        backend: the name of the group's backend; None for one worker without a process group.
+        optim: the optimizer of this rank's shard.
+        rank: this process's rank in `group`.
+        global_rank: this process's rank among all processes.
+        world_size: the number of ranks in `group`.
+        backend: the name of the group's backend; None without a process group.
         broadcast_fp16: the argument.
     """
 
@@ -141,7 +139,7 @@ class OSS(DividedOptimizer):
         check_params_and_class(type(self).__name__, params, optim)
         if isinstance(group, float | str):
             raise TypeError(f"group must be a process group, got {group!r}. Give lr by name.")
-        flag("broadcast_fp16", broadcast_fp16)  # catches arguments in another order
+        flag("broadcast_fp16", broadcast_fp16)  # catches arguments in the wrong order
         if bucket_size is None and broadcast_buffer_size > 0:
             bucket_size = broadcast_buffer_size
         if bucket_size is not None:
@@ -163,7 +161,7 @@ class OSS(DividedOptimizer):
                 self.backend = dist.get_backend(group)
         self.broadcast_fp16 = broadcast_fp16
         self._run = OSSRun()
-        # Calls add_param_group. No defaults: only `optim` knows which arguments are its defaults.
+        # Calls add_param_group. Empty defaults: only `optim` knows which arguments are defaults.
         super().__init__(params, {})
         self.layout = layout or "whole"
         if self.world_size > 1:
@@ -182,7 +180,6 @@ class OSS(DividedOptimizer):
             self._roll_call = self._workers.roll_call()
 
     def _lay_out_all(self, bucket_size: int | None, gather_state: bool) -> None:
-        """Give all parameters their places, and make the inner optimizer of this rank's slices."""
         facts = {
             "values of layout": self.layout,
             "values of bucket_size": bucket_size,
@@ -190,7 +187,7 @@ class OSS(DividedOptimizer):
             "values of broadcast_fp16": self.broadcast_fp16,
             "values of gather_state": gather_state,
         }
-        # Before any memory is laid out: other sizes would hang in the collectives.
+        # Before allocating memory: collectives of different sizes would hang.
         agree(self._workers, {**facts, **facts_of_groups(self.param_groups)}, ADVICE)
         for group in self.param_groups:
             self._shards.extend(group["params"])
@@ -200,12 +197,12 @@ class OSS(DividedOptimizer):
 
     @YieldingProperty
     def _is_accelerate_prepared(self) -> bool:
-        """Warn, as Accelerate's own `prepare` asks for this; ours sets it on the instance."""
-        if self.world_size > 1:  # one worker's parameters stay where they are
+        """Warn when Accelerate's `prepare` reads this; our `prepare` overrides it."""
+        if self.world_size > 1:  # a single rank's parameters stay in place
             warn(
-                "accelerator.save_state() and save_model() leave out parameters that share memory, "
-                "as OSS's do. Use manyhands.integrations.accelerate.prepare(accelerator, ...), "
-                "with gather_state=True of OSS, or save with mh.save.",
+                "accelerator.save_state() and save_model() omit parameters that share memory, "
+                "as those of OSS do. Use manyhands.integrations.accelerate.prepare(accelerator, "
+                "...) with gather_state=True of OSS, or save with mh.save.",
             )
         return False
 
@@ -216,24 +213,23 @@ class OSS(DividedOptimizer):
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether a ShardedDataParallel averages the gradients, each slice on its owner."""
+        """Whether a ShardedDataParallel averages the gradients."""
         return self._run.reducer is not None
 
     @property
     def optim(self) -> Any:
-        """The optimizer of this worker's slices; None until the first groups are laid out."""
+        """The optimizer of this rank's slices; None until the first groups are laid out."""
         return self._run.optim
 
     @property
     def group(self) -> GroupLike | None:
-        """The process group of the workers; None for one worker without."""
+        """The process group; None without a process group."""
         return self._group or (dist.group.WORLD if dist.is_available() else None)
 
     def _make_optim(self) -> Optimizer:
         return self._make([self._group_of_slices(i) for i in range(len(self.param_groups))])
 
     def _group_of_slices(self, index: int) -> ParamGroup:
-        """Return a parameter group's options, with this rank's slices of its parameters."""
         group = self.param_groups[index]
         slices: list[Tensor] = []
         for i in _state.param_indices(self.param_groups, index):
@@ -245,8 +241,8 @@ class OSS(DividedOptimizer):
     def _check_params(self, params: Sequence[Tensor]) -> None:
         if any(map(is_dtensor, params)):
             raise TypeError(
-                "these parameters are sharded already, as by FullyShardedDataParallel. Give them "
-                "to the optimizer itself, or to WholeTensorOptimizer if it needs whole tensors."
+                "these parameters are already sharded, as by FullyShardedDataParallel. Pass them "
+                "to the optimizer directly, or to WholeTensorOptimizer if it needs whole tensors."
             )
 
     def _take_in_last_group(self) -> None:
@@ -258,13 +254,13 @@ class OSS(DividedOptimizer):
         self._run.averaged = False  # DDP does not average parameters that it has not seen
 
     def refresh_trainable(self) -> None:
-        """Lay out parameters that have thawed since. `step` calls this by itself."""
+        """Lay out parameters that were unfrozen. `step` calls this automatically."""
         if self._shards.missing:
             trained = [param.requires_grad for param in params_in(self.param_groups)]
             check_same_frozen(self._workers, trained)
             new = self._shards.lay_out()
             self._follow_new_buckets()
-            begun = self._make_optim().state  # Adagrad makes its state when it is made
+            begun = self._make_optim().state  # Adagrad creates state in the constructor
             pending = self._run.pending_state
             for owned in new:
                 if owned.param in pending:
@@ -286,14 +282,11 @@ class OSS(DividedOptimizer):
         for index, group in enumerate(self.optim.param_groups):
             group["params"] = self._group_of_slices(index)["params"]
         if self._run.reducer is not None:
-            # Gradients travel in the parameters' buckets, and these are new.
+            # Gradient buckets match the parameters' buckets, which have changed.
             self._run.reducer.lay_out_buckets()
 
     def partition_parameters(self) -> list[list[ParamGroup]]:
-        """Return for each rank the parameter groups, with the tensors that the rank owns.
-
-        These are whole parameters, or views of a rank's slices of them.
-        """
+        """Return for each rank the parameter groups, with the tensors that the rank owns."""
         by_rank = []
         for rank in range(self._workers.size):
             groups: list[ParamGroup] = []
@@ -305,12 +298,12 @@ class OSS(DividedOptimizer):
         return by_rank
 
     def _resize_buckets(self, elements: int) -> None:
-        """Lay the parameters out again in buckets of that size. Only before the first step."""
+        """Rebuild the buckets with `elements` elements each. Only before the first step."""
         if elements == self._shards.largest or self._workers.size == 1:
             return
         if self._run.begun:
             raise ValueError(
-                "the optimizer has state already. Give bucket_size to OSS, or wrap the model "
+                "the optimizer already has state. Pass bucket_size to OSS, or wrap the model "
                 "before the first step."
             )
         self._shards.largest = elements
@@ -336,33 +329,30 @@ class OSS(DividedOptimizer):
         count_step(self)
 
     def _check_averaged(self) -> None:
-        """Raise if nothing averages the gradients: in the first step, and with new parameters."""
+        """Raise if ranks have different gradients: in the first step, and with new parameters."""
         if self._run.averaged or self._run.reducer is not None:
             return
         own = 0.0
         for i, param in enumerate(self._shards.params):
             if param.grad is not None:
-                # Weighted, so that gradients of other parameters do not add up to the same.
+                # Weighted, so that gradients of different parameters do not give equal sums.
                 own += float(norm(param.grad)) * (1 + i / len(self._shards.params))
         gathered = self._workers.all_gather([own], self._workers.any_device)
         by_rank = [there for (there,) in gathered]
-        # Not to the last bit: the ranks' processors may differ. Not finite: nothing to compare.
+        # With a tolerance, as processors may differ. Comparisons with NaN are false.
         if any(abs(there - by_rank[0]) > 1e-5 * abs(by_rank[0]) for there in by_rank):
             listed = ", ".join(f"rank {r}: {there:.6g}" for r, there in enumerate(by_rank[:8]))
             raise RuntimeError(
-                f"OSS.step() needs gradients that are the same on every rank, and their weighted "
+                f"OSS.step() needs equal gradients on all ranks, but the weighted gradient "
                 f"norms differ ({listed}): each slice would train on its owner's samples alone. "
                 "Wrap the model in ShardedDataParallel(model, optimizer), or in "
-                "DistributedDataParallel with all parameters that are trained later, too; or "
+                "DistributedDataParallel with all parameters that are trained later; or "
                 "all_reduce the gradients before step()."
             )
         self._run.averaged = True
 
     def join_in(self) -> None:
-        """Take part in averaging gradients, if this rank has had no backward pass for them.
-
-        `step` calls this by itself. If the gradients are averaged already it does nothing.
-        """
+        """Take part in averaging gradients without a backward pass. `step` calls this."""
         if self._run.reducer is not None:
             self.refresh_trainable()
             self._run.reducer.complete(self._shards)
@@ -374,7 +364,7 @@ class OSS(DividedOptimizer):
             self._run.reducer.forget(self._shards)
 
     def prepare(self) -> None:
-        """Follow parameters that have thawed, were moved, or were overwritten; on every worker."""
+        """Follow parameters that were unfrozen, moved or overwritten. Call it on every rank."""
         self.refresh_trainable()
         self._follow_moved()
         self._shards.take_changes()
@@ -385,10 +375,10 @@ class OSS(DividedOptimizer):
         norm_type: float = 2.0,
         filter_params_fn: Callable[[list[Tensor]], Iterable[Tensor]] | None = None,
     ) -> Tensor:
-        """Scale the gradients down to a norm of at most `max_norm`; return the norm they had.
+        """Clip the gradients to a total norm of `max_norm`; return the norm before clipping.
 
-        Call it on every worker, between `backward` and `step`. `filter_params_fn` takes
-        the list of parameters and returns those to be clipped, together.
+        Call it on every rank, between `backward` and `step`. `filter_params_fn` takes the list of
+        parameters and returns the parameters to clip together.
         """
         params = self._shards.params
         chosen: Iterable[Tensor] = params
@@ -409,9 +399,9 @@ class OSS(DividedOptimizer):
     # -- saving and loading --------------------------------------------------------------------
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
-        """Collect the whole state on one worker (or, with -1, on all), for `state_dict`.
+        """Collect the full state on a rank (or, with -1, on all ranks), for `state_dict`.
 
-        Call it on every worker. The collected tensors are on the CPU.
+        Call it on every rank. The collected tensors are on the CPU.
         """
         self._run.consolidated = _state.collect_state(
             self._shards, self.optim, self._run.pending_state, recipient_rank
@@ -419,10 +409,10 @@ class OSS(DividedOptimizer):
         self._run.recipient = recipient_rank
 
     def state_dict(self, all_ranks: bool = False) -> StateDict:
-        """Return the plain optimizer's state dict, after `consolidate_state_dict` on this worker.
+        """Return the plain optimizer's state dict, after `consolidate_state_dict` on this rank.
 
-        With `all_ranks`, collect it on all workers first; then call this on every worker. An OSS
-        that was made with `gather_state=True` does so if nothing was collected since the last step.
+        With `all_ranks`, collect the state on all ranks first; then call this on every rank. An OSS
+        with `gather_state=True` does so if no state was collected since the last step.
         """
         if self._workers.size == 1:
             return super().state_dict()
@@ -437,9 +427,9 @@ class OSS(DividedOptimizer):
         return _state.plain_state_dict(state, self.param_groups, self._workers.rank)
 
     def load_state_dict(self, state_dict: SavedState) -> None:
-        """Load a plain optimizer's state dict, or a consolidated one; call it on every worker.
+        """Load a plain optimizer's state dict, or a consolidated one. Call it on every rank.
 
-        Each worker copies its shard. The dict itself is not changed.
+        Each rank copies its shard. The dict is not changed.
         """
         self.prepare()
         shard, for_later = _state.cut_state_dict(state_dict, self.param_groups, self._shards)
@@ -447,10 +437,10 @@ class OSS(DividedOptimizer):
         self.load_parts(shard, for_later, state_dict["param_groups"])
         self._run.begun = begun
 
-    # The next three are for checkpoints and scaling: see `_optimizers/state_parts.py`.
+    # For checkpoints and scaling: see `_optimizers/state_parts.py`.
 
     def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
-        """Return this worker's state by parameter, and the state dict of `optim` it is in."""
+        """Return this rank's state by parameter, and the state dict of `optim`."""
         packed = self.optim.state_dict()
         parts = _state.slice_parts(packed, self.param_groups, self._shards, self._run.pending_state)
         return [part for part in parts if include_empty or not part.empty], packed
@@ -461,14 +451,14 @@ class OSS(DividedOptimizer):
         for_later: dict[int, _state.ParamState],
         groups: Sequence[Mapping[str, object]],
     ) -> None:
-        """Load this worker's shard of a state, in the form of the state dict of `optim`."""
+        """Load this rank's shard, in the format of the state dict of `optim`."""
         self.optim.load_state_dict(packed)
         self._run.begin()
         self._run.pending_state = for_later
         _state.restore_options(groups, self.param_groups)
 
     def replicate_state(self, names: Sequence[str]) -> _state.ReplicatedOSSState:
-        """Return a replica of these entries of the state, for all parameters."""
+        """Return a replica of the named entries of the state, for all parameters."""
         return _state.ReplicatedOSSState(self._shards, lambda: self.optim.state, names)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

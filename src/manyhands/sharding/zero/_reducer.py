@@ -1,19 +1,19 @@
-"""Fill gradients into buckets, send these to their owners, and average them there.
+"""Copy gradients into buckets, send the buckets to their owners, and average them there.
 
 Within a backward pass
-    arrived    a gradient is complete. It is copied into its buckets (or, if a bucket lies inside
-               it, becomes the bucket), and `param.grad` is dropped
-    launch     a full bucket is sent, in an order that is the same on every rank
-    finish     the other ranks' data for our slice have arrived, and its mean is computed
-    close      the pass is over: a gradient that did not arrive counts as zero. The remaining
-               buckets are sent and finished, and the means become `param.grad`
+    arrived    a gradient is complete. It is copied into its buckets (a bucket inside a single
+               gradient becomes a view instead), and `param.grad` is dropped
+    launch     a full bucket is sent, in an order that all ranks share
+    finish     the other ranks' data for our slice have arrived, and the mean is computed
+    close      at the end of the pass, missing gradients count as zero. The remaining buckets are
+               sent and finished, and the means become `param.grad`
 
-Tensors we hold, and when
-    filling    per bucket: the data to send, from the first gradient until it was sent
-    mean       per bucket: the mean of our slice, from then on; lives on in `param.grad.slices`
+Tensors, and their lifetimes
+    filling    per bucket: the data to send, from the first gradient until sending
+    mean       per bucket: the mean of our slice, after sending; becomes `param.grad.slices`
 
-Inside `no_sync()` gradients stay where autograd puts them: in `param.grad`, or, if there is a
-sharded gradient already, in its `local`. The next pass outside sends the sum.
+Inside `no_sync()` gradients stay where autograd puts them: in `param.grad`, or, after an averaged
+pass, in `local` of the sharded gradient. The next averaged pass sends the sum.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from manyhands.sharding.zero._layout import ParamRange
 
 Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
 
-IN_FLIGHT = 1  # buckets under way while the next one fills: more cost memory and saved no time
+IN_FLIGHT = 1  # buckets sent while the next one fills: more cost memory and saved no time
 
 
 class Reducer:
-    """Averages the gradients of some optimizers' parameters during backward.
+    """Averages gradients during backward.
 
-    `module()` is the ShardedDataParallel, if there still is one. The attribute
-    `require_backward_grad_sync` of the module decides at the beginning of each pass whether the
-    pass is averaged. Buffers are copied at the end of each averaged pass, also on ranks that took
-    part without a backward. `wire` is the type in which gradients travel, by default their own.
+    `module()` is the ShardedDataParallel, or None after it was freed. Its attribute
+    `require_backward_grad_sync` at the start of a pass decides whether to average the pass. Its
+    buffers are copied at the end of each averaged pass. `wire` is the type of sent gradients;
+    default: the parameters' type.
     """
 
     def __init__(
@@ -66,26 +66,25 @@ class Reducer:
         self._wire = wire
         self._hooks: list[RemovableHandle] = []
         weakref.finalize(self, _detach_hooks, self._hooks)
-        # `early`: gradients are averaged before a scaling rule measures their mean.
+        # `early`: average gradients before a scaling rule measures the mean.
         self._passes = BackwardPasses(self, early=True)
         self._in_flight: deque[GradientBucket] = deque()
-        # The last buffer that was sent, to be filled again: new memory costs page faults.
+        # The last buffer sent, for reuse: new memory costs page faults.
         self._kept: Tensor | None = None
-        self._open = False  # whether a pass has begun here that has not ended
-        self.gave_up = False  # whether one has raised an exception since the last averaged pass
+        self._open = False  # whether a pass has started here and not ended
+        self.gave_up = False  # whether a pass has raised since the last averaged pass
         self._one_at_a_time = threading.Lock()
         self._averaged: set[Shards] = set()  # since their last step
         self.lay_out_buckets()
 
     def lay_out_buckets(self) -> None:
-        """Lay out the buckets of the parameters that are trained, and hook these parameters."""
         _detach_hooks(self._hooks)
         self.params = [p for shards in self._all_shards for p in shards.params]
         self._trained = [param.requires_grad for param in self.params]
         self._buckets: list[GradientBucket] = []
-        # For each parameter: the buckets that it travels in, and its range in each.
+        # For each parameter: its buckets, with its range in each.
         self._where: list[list[tuple[GradientBucket, ParamRange]]] = [[] for _ in self.params]
-        first = 0  # number of the first parameter of these shards
+        first = 0
         largest = 0  # bytes
         for shards in self._all_shards:
             for flat in shards.buckets:
@@ -98,7 +97,6 @@ class Reducer:
                 dtype = self._wire or flat.data.dtype
                 largest = max(largest, flat.layout.size * dtype.itemsize)
             first += len(shards.params)
-        # Numbers of the parameters whose gradients travel.
         self._expected = [n for n, where in enumerate(self._where) if where and self._trained[n]]
         reducer = weakref.proxy(self)  # hooks must not keep the reducer alive
         for number in self._expected:
@@ -106,52 +104,51 @@ class Reducer:
             self._hooks.append(self.params[number].register_post_accumulate_grad_hook(hook))
         if self.workers.shared_memory is not None and self._buckets:
             self.workers.shared_memory.make_ring(largest, IN_FLIGHT)
-        # The turns of buckets: those of the layout, until ranks have agreed after the first pass.
+        # The layout's order, until ranks have agreed after the first pass.
         self._order = list(range(len(self._buckets)))
         self._agreed = False
         self._start_over()
 
     @property
     def trained_changed(self) -> bool:
-        """Whether parameters were frozen or thawed since `lay_out_buckets`."""
         return [p.requires_grad for p in self.params] != self._trained
 
     def follow_trained(self) -> None:
-        """Lay the buckets out again if parameters were frozen or thawed; on every rank."""
+        """Rebuild the buckets if parameters were frozen or unfrozen. Call it on every rank."""
         if self.trained_changed:
             check_same_frozen(self.workers, [param.requires_grad for param in self.params])
             self.lay_out_buckets()
 
     def _start_over(self) -> None:
-        """Forget the last pass, before the next and after each. It may have failed halfway."""
-        # Receive what a failed pass has left: the next one must not take it for its own.
+        """Discard the state of the last pass, which may have failed halfway."""
+        # Receive the messages of a failed pass, which the next pass would mistake.
         while self._in_flight:
             self._finish_oldest()
-        self._arrived: set[int] = set()  # parameters whose gradient of this pass was taken
-        self._before: dict[int, ShardedGradient] = {}  # gradients of earlier passes, to be added
-        self._next = 0  # the turn of the bucket to send next
-        self._filled: list[int] = []  # buckets in the order in which they were full
+        self._arrived: set[int] = set()  # parameters with a gradient in this pass
+        self._before: dict[int, ShardedGradient] = {}  # gradients of earlier passes, to add
+        self._next = 0  # index in `_order` of the next bucket to send
+        self._filled: list[int] = []  # full buckets, in order of completion
         for bucket in self._buckets:
             bucket.clear()
 
     # -- one backward pass ---------------------------------------------------------------------
 
     def arrived(self, number: int, _: Tensor) -> None:
-        """Take the gradient of a parameter, which is complete now. Called in a hook."""
+        """Take a complete gradient. Called in a hook of the parameter."""
         task = current_task()
         if task != self._passes.task:
             self._passes.enter(task)
-        with self._one_at_a_time:  # a module on several devices has several autograd threads
+        with self._one_at_a_time:  # autograd has a thread per device
             if self._averaging and not self._passes.nested:
                 self._take_gradient(number)
                 self._launch_full()
-            elif self._averaging and number in self._arrived:  # again, within a nested pass
+            elif self._averaging and number in self._arrived:  # repeated in a nested pass
                 self._note_arrival(number)  # raises
 
     def begin_pass(self) -> None:
-        """As the first gradient of a pass is complete: decide whether to average the pass."""
+        """At the first gradient of a pass, decide whether to average the pass."""
         self.gave_up |= self._open
-        if self._open and self._next:  # sent in part: the other ranks wait for the rest
+        if self._open and self._next:  # partly sent: the other ranks wait for the rest
             self._close()
         module = self._module()
         self._averaging = module is None or module.require_backward_grad_sync
@@ -164,13 +161,12 @@ class Reducer:
             self._close()
 
     def _take_gradient(self, number: int) -> None:
-        """Copy a gradient into its buckets, and drop it."""
         param = self.params[number]
         grad = param.grad
         if isinstance(grad, ShardedGradient):
             before = grad
             self._before[number] = grad
-            grad = before.local  # of this pass, and of the passes in no_sync()
+            grad = before.local  # of this pass and of passes inside no_sync()
             before.local = None
         flat = None
         if grad is not None:
@@ -201,21 +197,20 @@ class Reducer:
         self._kept = None
         if kept is not None and (kept.numel(), kept.dtype, kept.device) == (size, dtype, device):
             return kept
-        del kept  # before there is another one
+        del kept  # before allocating a replacement
         return torch.empty(size, dtype=dtype, device=device)
 
     def _note_arrival(self, number: int) -> None:
-        """Note that a parameter's gradient of this pass was taken; raise if it comes again."""
         if number in self._arrived:
             raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(self.params[number].shape)} came "
-                "again: it is used inside and outside of a reentrant checkpoint. Use "
+                f"the gradient of a parameter of shape {tuple(self.params[number].shape)} arrived "
+                "twice: the parameter is used inside and outside of a reentrant checkpoint. Use "
                 "checkpoint(..., use_reentrant=False)."
             )
         self._arrived.add(number)
 
     def _launch_full(self) -> None:
-        """Send full buckets, but none before its turn: collectives need one order on all ranks."""
+        """Send full buckets in the common order of all ranks."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._order[self._next]]
             if bucket.waiting:
@@ -231,12 +226,11 @@ class Reducer:
             self._next += 1
 
     def _finish_oldest(self) -> None:
-        """Wait for the bucket that was sent first, and compute the mean of our slice."""
         bucket = self._in_flight.popleft()
         assert bucket.pending is not None
         with explained(self.workers):
             bucket.mean = bucket.pending.mean(self.workers.size, bucket.flat.data.dtype)
-        if bucket.copied:  # else it is a view of a gradient, which must not be filled again
+        if bucket.copied:  # else a view of a gradient, which must not be overwritten
             self._kept = bucket.pending.sent
         bucket.pending = None
 
@@ -249,7 +243,7 @@ class Reducer:
             if number not in self._arrived:
                 self._take_gradient(number)
         self._launch_full()
-        # After the buckets: the same order of collectives on every rank, whatever was used there.
+        # After all buckets, for an equal order of collectives on all ranks.
         used = self._flags_of_used()
         work = self.workers.start_all_reduce(used, largest=True)
         while self._in_flight:
@@ -275,12 +269,12 @@ class Reducer:
                     owned.add_(before)
             param.grad = grad
         if not self._agreed:
-            # From now on, buckets are sent in the order in which they were full on rank 0.
+            # From now on, send buckets in rank 0's order of completion.
             order = torch.tensor(self._filled, device=self.params[0].device)
             self.workers.broadcast_from_first([order])
             self._order = order.tolist()
             self._agreed = True
-        # Rank 0's buffers (of batch norm) are sent here, where every rank takes part.
+        # Send rank 0's buffers (batch norm) here, where every rank takes part.
         module = self._module()
         if module is not None and module.broadcast_buffers:
             module.sync_buffers()
@@ -289,7 +283,7 @@ class Reducer:
 
     def _flags_of_used(self) -> Tensor:
         device = self.params[0].device
-        # And two flags: whether any rank has given up a pass, and whether any rank has not.
+        # The last two flags: 0 if this rank did not give up a pass, and 0 if it did.
         used = torch.ones(len(self.params) + 2, dtype=torch.uint8, device=device)
         if len(self._arrived) < len(self._expected):
             used[[n for n in range(len(self.params)) if n not in self._arrived]] = 0
@@ -297,16 +291,17 @@ class Reducer:
         return used
 
     def _find_used(self, used: Tensor) -> list[int]:
-        """Return the parameters that some rank has used in this pass: they get a gradient."""
-        # Reads the flags only if a gradient is missing here: with a GPU that is a synchronisation.
+        """Return the parameters that any rank has used in this pass."""
+        # Read the flags only if a gradient is missing: on a GPU this is a synchronization.
         gave_up = self.gave_up
         self.gave_up = False
         self._open = False
         if (gave_up or used.device.type == "cpu") and used[-2:].all():
             raise RuntimeError(
                 f"a forward or backward raised an exception on {'this' if gave_up else 'another'} "
-                "rank, which went on, a step behind the other ranks. Let the program end, or skip "
-                "the step on all ranks. (Catch what you repeat inside the wrapped module.)"
+                "rank, and the rank continued, one step behind the other ranks. Let the program "
+                "end, or skip the step on all ranks. (Catch exceptions to retry inside the wrapped "
+                "module.)"
             )
         if gave_up:  # so did all other ranks
             return []
@@ -317,51 +312,48 @@ class Reducer:
         for number in self._expected:
             if flags[number]:
                 found.append(number)
-            elif number in self._before:  # no rank used it: the earlier gradient stays
+            elif number in self._before:  # used on no rank: restore the earlier gradient
                 self.params[number].grad = self._before[number]
         return found
 
     # -- between passes ------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Average the gradients that have not been averaged, as at the end of a pass."""
+        """Average the remaining gradients, as at the end of a pass."""
         self.follow_trained()
         self._passes.forget()
-        if not (self._open and self._next):  # else the rest of a pass that was sent in part
+        if not (self._open and self._next):  # else send the rest of a partly sent pass
             self._start_over()
         self.gave_up = False  # the rank takes part in the step, with zeros
         self._open = False
         self._close()
 
     def complete(self, shards: Shards) -> None:
-        """Before `OSS.step`: a rank that had no backward pass averages with zeros, as others."""
-        unaveraged = False  # whether any parameter has a gradient of this rank alone
+        """Before `OSS.step`: on a rank without a backward pass, average with zeros."""
+        unaveraged = False  # whether any gradient is not averaged
         for param, where in zip(self.params, self._where, strict=True):
             grad = param.grad
             if where and grad is not None:
                 unaveraged |= not isinstance(grad, ShardedGradient) or grad.local is not None
         if unaveraged:
             raise RuntimeError(
-                "step() after a backward inside no_sync(), or after something was added to a "
-                "gradient, which has not been averaged. Run the last backward outside no_sync(), "
-                "or call reduce() on the ShardedDataParallel, on every worker."
+                "step() after a backward inside no_sync(), or after a change of a gradient, with a "
+                "gradient that is not averaged. Run the last backward outside no_sync(), or call "
+                "reduce() on the ShardedDataParallel, on every rank."
             )
         if shards not in self._averaged:
             self.reduce()
 
     def forget(self, *shards: Shards) -> None:
-        """Note that these have made a step, or that their gradients were cleared."""
+        """Note a step of the optimizers, or cleared gradients."""
         self._averaged.difference_update(shards)
 
 
 class GradientBucket:
-    """One bucket of gradients, filled and sent once in each pass."""
-
     def __init__(self, index: int, flat: FlatBucket, shards: Shards, first: int) -> None:
         self.index = index
         self.flat = flat
-        # The slice of this rank. The reducer's numbers of the parameters of `shards` begin at
-        # `first`.
+        # This rank's slice. `first` is the reducer's number of the first parameter of `shards`.
         owned = flat.layout.owned(shards.workers.rank)
         self.owned = [(first + place.param, place) for place in owned]
         self.needed = sum(shards.params[place.param].requires_grad for place in flat.layout.ranges)

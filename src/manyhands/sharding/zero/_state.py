@@ -1,14 +1,13 @@
 """Convert state between the ranks' slices and the plain optimizer's dict.
 
-An entry of a slice's state is one of three kinds
-    like     a tensor of the slice's shape: the parameter's is put together from all slices'
-    small    a tensor of a few numbers at most (a step count), the same for all slices
+An entry of a slice's state has one of three kinds:
+    like     a tensor of the slice's shape; the parameter's tensor is joined from all slices
+    small    a tensor of up to `SMALL` elements (a step count), equal for all slices
     value    a plain value
-and, in the whole layout, where each parameter has one owner, any other tensor, which travels as
-it is.
+In the whole layout, where each parameter has a single owner, any other tensor is sent unchanged.
 
-The names, the small tensors and the values travel as text. Large tensors travel one by one, so that
-the recipient needs memory for the whole state and one more tensor.
+Names, small tensors and values travel as text. Large tensors travel one by one: the recipient needs
+memory for the full state and one additional tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
 SMALL = 8  # elements
 
-# An optimizer's entries for one parameter, by name: tensors and others.
+# An optimizer's entries for a parameter, by name: tensors and other values.
 ParamState: TypeAlias = dict[str, Any]
 Groups: TypeAlias = Sequence[dict[str, Any]]
 
@@ -47,15 +46,14 @@ def collect_state(
     shards: Shards, optim: Optimizer, frozen: Mapping[int, ParamState], recipient: int
 ) -> dict[int, ParamState] | None:
     """Return the state of every parameter, by index, on the recipient (-1: on every rank)."""
-    # With one rank there is nothing to collect, and the result is None. `frozen` parameters have no
-    # slices: their state is on every rank already.
+    # None on a single rank. Every rank already has the state of `frozen` parameters.
     workers = shards.workers
     if not -1 <= recipient < workers.size:
         raise ValueError(f"recipient_rank must be one of {workers.size} ranks, or -1 for all.")
     if workers.size == 1:
         return None
     here = recipient in (-1, workers.rank)
-    if not shards.params:  # the same on every rank, so that none waits in a collective
+    if not shards.params:  # equal on all ranks, so no rank waits
         return {} if here else None
     held = []
     for slices in shards.slices:
@@ -75,7 +73,6 @@ def collect_state(
                     own = None
                     if rank == workers.rank:
                         own = optim.state[held[number].data][name]
-                    # In the order of the text, so that ranks meet in the same collectives.
                     tensor = _send_tensor(shards, own, entry, rank, recipient)
                     if tensor is None:
                         continue
@@ -93,7 +90,7 @@ def collect_state(
     if not here:
         return None
     ordered: dict[Any, ParamState] = {index: result[index] for index in sorted(result)}
-    # Every rank has the state that is no parameter's.
+    # State without a parameter is equal on all ranks.
     for key, value in optim.state.items():
         if not isinstance(key, Tensor):
             ordered[key] = copy.deepcopy(value)
@@ -122,7 +119,7 @@ def _send_tensor(
 
 
 def _describe(held: Sequence[ParamSlice], optim: Optimizer) -> str:
-    """Return the state of slices as text; of large tensors only the shape."""
+    """Return the state of slices as text; for large tensors only dtype and shape."""
     described = []
     for owned in held:
         entries: dict[str, object] = {}
@@ -140,16 +137,15 @@ def _describe(held: Sequence[ParamSlice], optim: Optimizer) -> str:
                 entries[name] = {"value": value}
             else:
                 raise TypeError(
-                    f"{type(optim).__name__} keeps a {type(value).__name__} as {name!r} in the "
-                    f"state of parameter {owned.param}: only tensors, numbers and strings can be "
-                    "collected."
+                    f"the state of parameter {owned.param} in {type(optim).__name__} has a "
+                    f"{type(value).__name__} as {name!r}: only tensors, numbers and strings can "
+                    "be collected."
                 )
         described.append((owned.param, owned.start, owned.stop, entries))
     return json.dumps(described)
 
 
 def restore_options(saved: Sequence[SavedState], groups: Groups) -> None:
-    """Set the options of these parameter groups to the saved ones, and the parameters' names."""
     for group, loaded in zip(groups, saved, strict=True):
         group.update(copy.deepcopy(options_of(loaded)))
         if "param_names" in loaded:
@@ -161,7 +157,7 @@ def cut_state_dict(
 ) -> tuple[StateDict, dict[int, ParamState]]:
     """Return this rank's shard of a plain state dict, and the state of parameters without slices.
 
-    Raise a ValueError, the same on every rank, if the dict is not of these parameters.
+    Raise a ValueError on every rank if the dict belongs to different parameters.
     """
     _check_plain_state_dict(state_dict, groups, shards)
     saved = state_dict["state"]
@@ -171,7 +167,7 @@ def cut_state_dict(
         return copy.deepcopy(dict(state_dict)), waiting
     state: dict[Any, ParamState] = copy.deepcopy(common_state(state_dict))
     inner_groups = []
-    count = 0  # the inner optimizer counts slices, the saved dict parameters
+    count = 0  # the inner optimizer numbers slices, the saved dict parameters
     for index, given in enumerate(state_dict["param_groups"]):
         members = []
         for i in param_indices(groups, index):
@@ -187,14 +183,13 @@ def cut_state_dict(
 def plain_state_dict(
     collected: Mapping[int, ParamState] | None, groups: Groups, rank: int
 ) -> StateDict:
-    """Return the plain optimizer's state dict, from the state of every parameter, by index."""
     if collected is None:
         raise RuntimeError(
-            f"worker {rank} has only its shard of the optimizer's state. Save with "
-            "mh.save(folder, model=model, optimizer=optimizer) on every worker. Or, for "
-            "torch.save: call consolidate_state_dict() on every worker first; if every worker "
-            "calls state_dict(), gather_state=True of OSS or mh.shard does so. (With "
-            "Accelerate, set it, and use manyhands.integrations.accelerate.prepare.)"
+            f"rank {rank} has only its shard of the optimizer's state. Save with "
+            "mh.save(folder, model=model, optimizer=optimizer) on every rank. For torch.save, "
+            "call consolidate_state_dict() on every rank first, or, if every rank calls "
+            "state_dict(), pass gather_state=True to OSS or mh.shard. (With Accelerate, also "
+            "use manyhands.integrations.accelerate.prepare.)"
         )
     packed = []
     for index, group in enumerate(groups):
@@ -207,7 +202,7 @@ def slice_state(entries: Mapping[str, object], owned: ParamSlice, param: Tensor)
     state: ParamState = {}
     for name, value in entries.items():
         if isinstance(value, Tensor):
-            # A scalar "step" belongs to the whole parameter, even to one without dimensions.
+            # "step" without dimensions counts the parameter's steps, even if the shapes match.
             cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
             if cut and not owned.whole:
                 value = flatten(value, param)[owned.start : owned.stop]
@@ -217,21 +212,21 @@ def slice_state(entries: Mapping[str, object], owned: ParamSlice, param: Tensor)
 
 
 def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> None:
-    """Raise a ValueError, the same on every rank, if a state dict is not of these parameters."""
+    """Raise a ValueError on every rank if a state dict belongs to different parameters."""
     check_own_shards(state_dict["state"], shards.params)
     given = [len(group["params"]) for group in state_dict["param_groups"]]
     needed = [len(group["params"]) for group in groups]
     if given != needed:
         raise ValueError(
-            f"the state dict has parameter groups of {given} parameters, and the optimizer of "
-            f"{needed}. Build the optimizer from the same groups."
+            f"the state dict has parameter groups of {given} parameters, and the optimizer has "
+            f"groups of {needed}. Build the optimizer from the same groups."
         )
     foreign = [key for key in common_state(state_dict) if str(key).isdigit()]
     if foreign:
-        # They would be lost: numbers become strings on the way through JSON.
+        # These entries would be lost: JSON converts number keys to strings.
         raise ValueError(
-            f"the state dict has state of {sorted(foreign, key=str)[:4]}, which no parameter "
-            "group of it has. Give the dict as it was saved."
+            f"the state dict has state for {sorted(foreign, key=str)[:4]}, which is in none of its "
+            "parameter groups. Pass the dict as it was saved."
         )
     cut = shards.even and shards.workers.size > 1
     numbers = params_in(state_dict["param_groups"])
@@ -241,9 +236,9 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
                 continue
             if value.numel() > SMALL and (cut or value.numel() == param.numel()):
                 raise ValueError(
-                    f"the state {name!r} of parameter {number} has the shape "
-                    f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}: it is another "
-                    "model's."
+                    f"the state {name!r} of parameter {number} has shape {tuple(value.shape)}, "
+                    f"but the parameter has shape {tuple(param.shape)}: the state belongs to a "
+                    "different model."
                 )
 
 
@@ -252,8 +247,8 @@ def move_state(
 ) -> ParamState:
     """Return a slice's state on the device of the moved slice, and in its dtype.
 
-    `before` is the slice that the state was of: as in torch, only entries of its dtype get the new
-    one. None: the state was loaded, and all of it gets the dtype.
+    `before` is the slice before the move; entries of a different dtype are not converted, as in
+    torch. None converts all entries, for loaded state.
     """
     moved = {}
     for name, value in entries.items():
@@ -272,14 +267,13 @@ def param_indices(groups: Groups, index: int) -> range:
     return range(first, first + len(groups[index]["params"]))
 
 
-# -- for the parts that do not know slices ---------------------------------------------------------
+# -- interface for checkpoints and scaling ---------------------------------------------------------
 
 
 def slice_parts(
     packed: SavedState, groups: Groups, shards: Shards, frozen: Mapping[int, ParamState]
 ) -> Iterator[OptimizerStatePart]:
-    """Yield the state of this rank's slices, and that of parameters without slices."""
-    # `packed` is the inner optimizer's state dict, `groups` are those of the OSS.
+    # `packed` is the inner optimizer's state dict, `groups` the groups of the OSS.
     for index, packed_group in enumerate(packed["param_groups"]):
         slices: list[ParamSlice] = []
         for i in param_indices(groups, index):
@@ -294,16 +288,16 @@ def slice_parts(
                 shard=owned.data,
                 exact=None if owned.rounded is None else owned.data,
             )
-    # Frozen parameters have no place in a bucket. Loaded state waits until they are trained.
+    # Loaded state of frozen parameters, which have no slices yet.
     for i in shards.without_slices:
         yield OptimizerStatePart(shards.params[i], frozen.get(i, {}), index=i)
 
 
 class ReplicatedOSSState:
-    """The named tensors of an OSS's state, and its step counts, for every parameter.
+    """Named tensors and step counts from an OSS's state, for every parameter.
 
-    Its price is one more tensor of the model's size for each name, on every rank, and as many bytes
-    sent as in gathering the parameters, and the step counts, which are read on the host.
+    Costs, for each name: a tensor of the model's size on every rank, and a parameter all_gather.
+    The step counts need a host synchronization.
     """
 
     def __init__(
@@ -315,17 +309,16 @@ class ReplicatedOSSState:
         self._shards = shards
         self._inner_state = inner_state
         self._names = list(names)
-        # (number of a buffer, entry) -> the entry for all of the buffer's parameters, flat
+        # (number of a buffer, entry) -> flat tensor of the entry for all parameters in the buffer
         self._memory: dict[tuple[int, str], Tensor] = {}
         self.state: dict[Tensor, dict[str, Any]] = {}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Collect the state as it is now. Call it on every rank."""
+        """Collect the current state. Call it on every rank."""
         shards = self._shards
         state = self._inner_state()
-        # A parameter may be on several ranks in slices, or on one: each rank fills in the counts
-        # that it has, and the largest is the count.
+        # Each rank fills in the counts of its slices; the maximum is the count.
         steps = torch.zeros(len(shards.params), dtype=torch.float32)
         for slices in shards.slices:
             for owned in slices:
@@ -336,7 +329,7 @@ class ReplicatedOSSState:
         self.state = {p: {"step": n} for p, n in zip(shards.params, steps, strict=True) if n}
         if not self.state:
             return
-        # All collectives are started before any is waited for.
+        # Start all collectives before waiting.
         works: list[dist.Work] = []
         for number, buffer in enumerate(shards.buffers):
             for name in self._names:
@@ -347,7 +340,6 @@ class ReplicatedOSSState:
     def _collect(
         self, number: int, buffer: FlatBuffer, name: str, state: Mapping[Tensor, SavedState]
     ) -> list[dist.Work]:
-        """Start to gather one entry of the state for the parameters of a buffer."""
         shards = self._shards
         like = buffer.data
         works: list[dist.Work] = []
@@ -365,7 +357,7 @@ class ReplicatedOSSState:
                     value = flatten(state[owned.data][name], owned.data)
                     own[place.offset : place.offset + place.size].copy_(value)
             works += shards.workers.all_gather_slices(whole, cuts)
-        # Views of the flat memory: they are filled when the collectives end.
+        # Views of the flat memory, filled when the collectives end.
         for index, offset in buffer.layout.starts.items():
             param = shards.params[index]
             if param in self.state:

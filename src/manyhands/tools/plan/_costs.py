@@ -1,4 +1,4 @@
-"""Compute the bytes and collectives that each way to train costs a worker. Integers only.
+"""Compute the memory and communication of each way to train, in integers.
 
 With N workers, P bytes of parameters, G of gradients (of trained parameters) and S of optimizer
 state:
@@ -10,16 +10,15 @@ state:
     FSDP                  P / N       G / N      S / N   (2 P + G) (N-1)/N      gathered twice
     FSDP, C copies        P / M       G / M      S / M   (2 P + G) (M-1)/M + 2 G/M (C-1)/C
 
-On a mesh of N = C M workers each copy is sharded over M of them; the copies' gradients are summed.
-These are the formulas. The numbers come from the layout that the library uses
-(`sharding/zero/_layout.py`; for FSDP the rows of each parameter, in wraps), with its padding and
-its uneven shards, for the worker that holds most. `sent` is the mean over the workers.
+On a mesh of N = C M workers each copy is sharded over M workers, and the copies' gradients are
+summed.
 
-`in_flight` is the most that a worker holds on top of its gradients during a backward pass.
+The code applies the library's layouts instead (`sharding/zero/_layout.py`; rows in wraps for FSDP),
+with padding and uneven shards, for the worker with the highest memory. `sent` is the mean over the
+workers. `in_flight` is the peak of a backward pass minus the gradients after the pass.
 
-`AdamScale` reads the second moments of all parameters: where they are sharded, every worker holds a
-replica of them, in one tensor of the trained parameters' size (two with RMSprop's `centered`), and
-gathers it after each step.
+`AdamScale` reads the second moments of all parameters. If the moments are sharded, every worker
+gathers a replica after each step (two with RMSprop's `centered`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import add
 
 from manyhands._tensors.flat import in_groups
@@ -39,9 +38,8 @@ from manyhands.scaling._payload import CLAIMS
 from manyhands.scaling._preconditioned import MESSAGE
 from manyhands.sharding.fsdp._whole_tensors import BUCKET, bucket_ranges
 from manyhands.sharding.zero import _layout
-from manyhands.sharding.zero._reducer import IN_FLIGHT
 
-DDP_BUCKETS = (2**20, 25 * 2**20)  # the size of torch's first bucket, and of all others
+DDP_BUCKETS = (2**20, 25 * 2**20)  # sizes of torch's first bucket, and of all later buckets
 
 
 # -- a model in integers ---------------------------------------------------------------------------
@@ -49,19 +47,19 @@ DDP_BUCKETS = (2**20, 25 * 2**20)  # the size of torch's first bucket, and of al
 
 @dataclass(frozen=True)
 class ParamSize:
-    """A parameter's size, and the size of its optimizer state.
+    """The size of a parameter and of its optimizer state.
 
-    Each shard of the parameter has `state_fixed` bytes of state, and `state_per_element` bytes for
-    each of its elements.
+    Each shard of the parameter has `state_fixed` bytes of state, plus `state_per_element` bytes per
+    element.
     """
 
     elements: int
     itemsize: int
-    kind: Hashable = "float32"  # dtype and device; only parameters of one kind share a bucket
+    kind: Hashable = "float32"  # dtype and device; a bucket contains parameters of a single kind
     trained: bool = True
     state_fixed: int = 0
     state_per_element: int = 0
-    rows: int = 1  # the first dimension, along which FSDP shards
+    rows: int = 1  # size of the first dimension, which FSDP shards
 
     @property
     def bytes(self) -> int:
@@ -71,17 +69,15 @@ class ParamSize:
         return self.state_fixed + self.state_per_element * elements
 
     def shard_elements(self, workers: int) -> int:
-        """Elements of FSDP's largest shard, to which all other shards are padded."""
+        """Elements of the largest FSDP shard; other shards are padded to this size."""
         return -(-self.rows // workers) * (self.elements // max(1, self.rows))
 
 
 @dataclass(frozen=True)
 class OptimizerParams:
-    """The parameters of one optimizer."""
-
     params: tuple[ParamSize, ...]
-    elementwise: bool = True  # each element is updated by itself
-    owned_whole: bool = False  # under FSDP ranks own tensors whole to step them
+    elementwise: bool = True  # updates each element independently of all other elements
+    owned_whole: bool = False  # under FSDP, each parameter is gathered on one rank for the step
 
     @property
     def trained(self) -> list[ParamSize]:
@@ -90,7 +86,7 @@ class OptimizerParams:
 
 @dataclass(frozen=True)
 class WrapParams:
-    """The parameters of one FSDP wrap, and the number of the wrap around it."""
+    """The parameters of an FSDP wrap, and the index of the enclosing wrap."""
 
     params: tuple[ParamSize, ...]
     outer: int | None = None
@@ -98,11 +94,9 @@ class WrapParams:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model: the parameters of its optimizers, all others, and its buffers."""
-
     optimizers: tuple[OptimizerParams, ...]
     others: tuple[ParamSize, ...] = ()
-    wraps: tuple[WrapParams, ...] = ()  # in the order in which a forward pass finishes them
+    wraps: tuple[WrapParams, ...] = ()  # in the order in which a forward pass leaves the wraps
     buffers: int = 0  # bytes
     buffer_messages: int = 0  # broadcasts of buffers from rank 0 before each forward
 
@@ -125,7 +119,7 @@ def _bytes_of(params: Iterable[ParamSize]) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes that one worker holds, and its bytes and collectives in one step."""
+    """The memory of a worker in bytes, and the worker's bytes and collectives in a step."""
 
     parameters: int
     gradients: int
@@ -134,10 +128,9 @@ class Cost:
     sent: int = 0
     collectives: int = 0
     scaling: int = 0  # AdamScale's replica of the second moments
-    saved: int = 0  # written by `mh.save`: what several ranks hold alike, by one of them
+    saved: int = 0  # written by `mh.save`; replicated data is divided among the ranks
 
     def with_messages(self, sent: int, collectives: int, scaling: int = 0) -> Cost:
-        """Return the cost with these bytes and collectives of a scaling rule added."""
         return replace(
             self,
             sent=self.sent + sent,
@@ -147,26 +140,23 @@ class Cost:
 
 
 def _sent_per_worker(size: int, workers: int) -> int:
-    """Return the bytes each worker sends in one all-gather or reduce-scatter of `size` bytes."""
+    """Return the bytes that a worker sends in an all-gather or reduce-scatter of `size` bytes."""
     return round(size * (workers - 1) / workers)
 
 
 def rule_cost(groups: int, workers: int, gloo: bool) -> tuple[int, int]:
-    """Return what a scaling rule adds to a step that it measures: bytes sent, and collectives.
-
-    A payload has two numbers for each parameter group, and the claims of every rank. It is
-    all-gathered on gloo, and else all-reduced, with a place for each rank's claims.
-    """
+    """Return the bytes and collectives that a scaling rule adds to a measured step."""
+    # A payload has two numbers per parameter group, plus the claims of every rank. It is
+    # all-gathered on gloo, and otherwise all-reduced with a field per rank.
     if gloo:
         numbers = (2 * groups + len(CLAIMS)) * workers
     else:
-        numbers = 2 * (2 * groups + len(CLAIMS) * workers)  # an all-reduce sends all of it twice
+        numbers = 2 * (2 * groups + len(CLAIMS) * workers)  # an all-reduce sends the payload twice
     return _sent_per_worker(8 * numbers, workers), int(workers > 1)
 
 
 def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
-    """Return what a sync round of `DiLoCo` sends: bytes, and collectives."""
-    # The values in chunks, all-reduced in float32; the first and the last with all reports.
+    # Values are all-reduced in float32 chunks. The first and last chunk also carry all reports.
     lengths = Counter[Hashable]()
     for param in sizes.trained:
         lengths[param.kind] += param.elements
@@ -178,7 +168,7 @@ def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
 
 
 def hybrid_cost(sizes: ModelSizes, mesh: tuple[int, int], gloo: bool, replicas: int = 0) -> Cost:
-    """Return the cost of FSDP on a mesh of copies and shards: the last way of the table above."""
+    """Return the cost of FSDP on a mesh of copies and shards: the last row of the table above."""
     copies, shards = mesh
     cost = _fsdp_cost(sizes, shards, gloo, copies)
     cost = replace(cost, saved=_written(cost.parameters + cost.optimizer, copies))
@@ -186,13 +176,13 @@ def hybrid_cost(sizes: ModelSizes, mesh: tuple[int, int], gloo: bool, replicas: 
 
 
 def _written(alike: int, workers: int) -> int:
-    """Return the bytes that each writer has of what all ranks hold alike."""
+    """Return the bytes per writer if writers divide data that all ranks have."""
     return alike // max(1, min(workers, -(-alike // LEAST)))
 
 
 def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
-    """Return the costs of the first four ways, in the order of the table above."""
-    # `replicas` is the number of the sharded state's entries that every worker needs whole.
+    """Return the costs of the first four rows of the table above."""
+    # `replicas` is the number of state entries of which every worker needs a replica.
     params = sizes.parameter_bytes
     state = sum(param.state_bytes(param.elements) for param in sizes.trained)
     alone = Cost(params, _bytes_of(sizes.trained), state, saved=_written(params + state, workers))
@@ -200,9 +190,9 @@ def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tup
         return alone, alone, alone, alone
     ddp = replace(
         alone,
-        # Gradients are views of DDP's buckets, so only autograd's newest gradient is extra.
+        # Gradients are views of DDP's buckets, so only the newest gradient needs extra memory.
         in_flight=max([param.bytes for param in sizes.trained], default=0),
-        # An all-reduce is a reduce-scatter and an all-gather, hence twice the gradients.
+        # An all-reduce is a reduce-scatter plus an all-gather, so gradients are sent twice.
         sent=_sent_per_worker(2 * alone.gradients + sizes.buffers, workers),
         collectives=ddp_buckets(sizes.trained) + sizes.buffer_messages,
     )
@@ -221,7 +211,7 @@ def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tup
     fsdp = _fsdp_cost(sizes, workers, gloo)
     fsdp = replace(fsdp, saved=fsdp.parameters + fsdp.optimizer)
     if replicas:
-        # The counts of all parameters come by an all-reduce, the moments bucket by bucket.
+        # The step counts are all-reduced, and the moments are gathered bucket by bucket.
         held = replicas * layout.bucket_bytes
         sent = _sent_per_worker(held + 2 * 4 * len(sizes.trained), workers)
         moments = (sent, 1 + replicas * layout.parameter_messages, held)
@@ -234,7 +224,7 @@ def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tup
 def _moments_under_fsdp(
     sizes: ModelSizes, workers: int, gloo: bool, replicas: int
 ) -> tuple[int, int, int]:
-    """Return what AdamScale adds under FSDP: bytes sent, collectives, and bytes held."""
+    """Return AdamScale's bytes sent, collectives and memory under FSDP."""
     shards = []
     padded = 0
     for param in sizes.trained:
@@ -252,8 +242,7 @@ def _moments_under_fsdp(
 
 
 def ddp_buckets(params: Sequence[ParamSize]) -> int:
-    """Return the number of buckets that DistributedDataParallel reduces in a step."""
-    # Parameters are taken from the last to the first, about as backward reaches them.
+    # DDP fills buckets from the last parameter to the first, the approximate order of backward.
     closed_buckets = 0
     filled = dict[Hashable, int]()
     closed = dict[Hashable, int]()
@@ -269,29 +258,20 @@ def ddp_buckets(params: Sequence[ParamSize]) -> int:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """A bucket of gradients.
-
-    While a bucket is reduced, a rank holds `received` times its slice on top of the bucket, and
-    `summed` times its slice for the oldest bucket.
-    """
-
     size: int
-    slices: list[int]  # bytes of gradients that each rank owns, or one number for all ranks
-    received: int
-    summed: int
-    gradients: dict[int, int]  # bytes of each gradient that lies in the bucket, by id of ParamSize
-    is_view: bool  # the bucket is a range of one gradient, so nothing is copied into it
+    slices: list[int]  # bytes of gradients per rank, or a single number for all ranks
+    reducing: int  # additional memory while the bucket is reduced, in slices of the rank
+    gradients: dict[int, int]  # bytes of each gradient in the bucket, by id of ParamSize
+    is_view: bool  # the bucket is a range of a single gradient, without a copy
 
 
 @dataclass
 class _Buckets:
-    """All parameters in buckets, and what every rank owns of them."""
-
     state: list[int]  # bytes of state by rank
     parameters: int  # bytes, with padding
-    state_on_every_rank: int = 0  # bytes that come on top of `state`, equal on all ranks
-    gradient_messages: int = 0  # collectives that bring the gradients to their owners
-    parameter_messages: int = 0  # and those that bring the new parameters
+    state_on_every_rank: int = 0  # bytes in addition to `state`, equal on all ranks
+    gradient_messages: int = 0  # collectives that reduce gradients
+    parameter_messages: int = 0  # collectives that distribute new parameters
     buckets: list[_Bucket] = field(default_factory=list)
 
     @property
@@ -300,8 +280,7 @@ class _Buckets:
 
 
 def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost:
-    """Return what a worker holds and sends with OSS and ShardedDataParallel."""
-    # With equal slices all ranks hold the same, so one of them is enough.
+    # With equal slices, all ranks have the same cost.
     ranks = workers
     if all(optimizer.elementwise for optimizer in sizes.optimizers):
         ranks = 1
@@ -310,9 +289,9 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
     most = most * (workers // ranks)
     with_state = list(map(add, held, layout.state))
     worst = with_state.index(max(with_state))
-    # Another rank may have the peak during backward.
+    # The peak during backward may be on a different rank.
     peak = max(map(add, most, layout.state))
-    # one byte each, and two for passes that ranks have given up
+    # one byte per parameter, and two for passes that ranks have given up
     used_flags = 2
     for optimizer in sizes.optimizers:
         used_flags += len(optimizer.params)
@@ -323,7 +302,7 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
         optimizer=layout.state[worst] + layout.state_on_every_rank,
         in_flight=peak - held[worst] - layout.state[worst],
         sent=_sent_per_worker(sent, workers),
-        # The one is the all-reduce of the flags that say which parameters were used.
+        # The constant 1 is the all-reduce of the flags for used parameters.
         collectives=1
         + layout.gradient_messages
         + layout.parameter_messages
@@ -332,52 +311,45 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
 
 
 def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], list[int]]:
-    """Return each rank's bytes of gradients after a backward pass, and the most during it."""
-    # The most is over the buckets: while one is filled, the `IN_FLIGHT` before it are whole, with
-    # what has arrived for them, and of all earlier ones a rank holds its slice.
-    places = []
-    for place in range(len(buckets) + 1):  # at the last one all are full
-        first = max(0, place - IN_FLIGHT)
-        window = buckets[first : place + 1]
-        viewed: dict[int, int] = {}  # bytes of the gradients that are buckets themselves
-        whole = 0
-        for bucket in window:
+    """Return each rank's bytes of gradients after a backward pass, and the peak during the pass."""
+    # While a bucket is filled, the previous bucket is reduced (`_reducer.IN_FLIGHT` is 1). Of each
+    # earlier bucket a rank has only its slice.
+    complete = []  # bytes of complete gradients and buckets while the bucket at an index is filled
+    for place in range(len(buckets) + 1):  # at the last index all buckets are full
+        viewed: dict[int, int] = {}  # bytes of gradients of which a bucket is a view
+        size = 0
+        for bucket in buckets[max(0, place - 1) : place + 1]:
             if bucket.is_view:
                 viewed.update(bucket.gradients)
             else:
-                whole += bucket.size
-        whole += sum(viewed.values())
-        # One autograd node makes the gradients of a weight and its bias together, so a gradient
-        # of the next bucket may be there already.
+                size += bucket.size
+        # An autograd node makes the gradients of a weight and its bias together, so a gradient of
+        # the next bucket may exist already.
         newest = 0
         for bucket in buckets[place : place + 2]:
-            for key, size in bucket.gradients.items():
+            for key, gradient in bucket.gradients.items():
                 if key not in viewed:
-                    newest = max(newest, size)
-        places.append((first, place, whole + newest))
+                    newest = max(newest, gradient)
+        complete.append(size + sum(viewed.values()) + newest)
     held = []
-    most = []
+    peaks = []
     for rank in range(ranks):
-        slices = [bucket.slices[rank % len(bucket.slices)] for bucket in buckets]
-        done = [0, *accumulate(slices)]
-        peak = done[-1]
-        for first, place, whole in places:
-            size = done[first] + whole
-            for number in range(first, place):
-                size += buckets[number].received * slices[number]
-            if place > first:
-                size += buckets[first].summed * slices[first]
-            peak = max(peak, size)
-        held.append(done[-1])
-        most.append(peak)
-    return held, most
+        owned = 0
+        peak = complete[0]
+        for bucket, present in zip(buckets, complete[1:], strict=True):
+            own = bucket.slices[rank % len(bucket.slices)]
+            peak = max(peak, owned + present + bucket.reducing * own)
+            owned += own
+        held.append(owned)
+        peaks.append(peak)
+    return held, peaks
 
 
 def _lay_out(sizes: ModelSizes, workers: int, gloo: bool) -> _Buckets:
     """Put all parameters into buckets, as `OSS` does (see `_flat_params.py`)."""
     layout = _Buckets([0] * workers, _bytes_of(sizes.others))
     for optimizer in sizes.optimizers:
-        kinds: dict[Hashable, list[tuple[int, int]]] = {}  # (index, elements) of its parameters
+        kinds: dict[Hashable, list[tuple[int, int]]] = {}  # (index, elements) of the parameters
         for i, param in reversed(list(enumerate(optimizer.params))):
             if not param.trained:
                 layout.parameters += param.bytes
@@ -399,9 +371,9 @@ def _lay_out(sizes: ModelSizes, workers: int, gloo: bool) -> _Buckets:
 def _add_bucket(
     layout: _Buckets, optimizer: OptimizerParams, bucket: _layout.BucketLayout, gloo: bool
 ) -> None:
-    """Count what `RankGroup.reduce_scatter_slices` does with a bucket."""
-    # It receives the other ranks' slices one by one (gloo), or calls NCCL's reduce-scatter for even
-    # slices, a reduce for each uneven one, or an all-to-all for half precision.
+    """Count the messages and memory of `RankGroup.reduce_scatter_slices` for a bucket."""
+    # gloo receives each slice separately. NCCL uses a reduce-scatter for even slices, a reduce for
+    # each uneven slice, and an all-to-all for half precision.
     workers = len(layout.state)
     even = optimizer.elementwise
     params = [optimizer.params[each.param] for each in bucket.ranges]
@@ -415,33 +387,31 @@ def _add_bucket(
         slices = [b - a for a, b in pairwise(bucket.cuts)]
         gathers = len(slices) - slices.count(0)
     layout.parameter_messages += gathers
-    full_precision = itemsize >= 4  # half precision is summed in separate float32 memory
-    if full_precision and not even and not gloo:
-        layout.gradient_messages += gathers
-    else:
-        layout.gradient_messages += 1
-    received = workers
+    full_precision = itemsize >= 4
+    messages = 1
     if gloo:
-        received = workers - 1
+        reducing = workers - 1
     elif even and full_precision:
-        received = 1
-    summed = 0
+        reducing = 1
+    else:
+        reducing = workers
+        if full_precision:
+            reducing += 1
+            messages = gathers
     if not full_precision:
-        summed = 3
-    elif received == workers:
-        summed = 1
+        reducing += 3  # half precision is summed in separate float32 memory
+    layout.gradient_messages += messages
     one = _Bucket(
         size=bucket.size * itemsize,
         slices=[elements * itemsize for elements in slices],
-        received=received,
-        summed=summed,
+        reducing=reducing,
         gradients={id(param): param.bytes for param in params},
         is_view=bucket.ranges[0].size == bucket.size,
     )
     layout.buckets.append(one)
     layout.parameters += one.size
     if even and one.is_view:
-        # A huge parameter has many such buckets; counting them rank by rank would be slow.
+        # A huge parameter has many such buckets. Counting per rank would be slow.
         layout.state_on_every_rank += params[0].state_bytes(bucket.cuts[1])
         return
     for rank, index, elements in _owned_ranges(bucket):
@@ -449,7 +419,7 @@ def _add_bucket(
 
 
 def _owned_ranges(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, parameter, elements), as `BucketLayout.owned` does for one rank."""
+    """Yield (rank, parameter, elements), as `BucketLayout.owned` does for a single rank."""
     cuts = bucket.cuts
     for each in bucket.ranges:
         at = each.offset
@@ -468,20 +438,19 @@ def _owned_ranges(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Wrap:
-    """Bytes of one wrap, with padding wherever tensors travel."""
+    """The bytes of an FSDP wrap. Communicated tensors include padding."""
 
-    gathered: int  # its whole parameters
-    gradients: int  # its whole gradients, as autograd makes them
-    reduced: int  # its gradients in the memory of the reduce-scatter
-    received: int  # what arrives for this rank and is not summed in place
+    gathered: int  # parameters
+    gradients: int  # gradients from autograd
+    reduced: int  # gradients in the memory of the reduce-scatter
+    received: int  # messages to this rank that are not summed in place
     outer: int | None
 
 
 def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> Cost:
-    """Return what a worker holds and sends with FullyShardedDataParallel."""
-    # `workers` are those that one copy of the model is sharded over.
+    """Return the cost of FullyShardedDataParallel; each copy is sharded over `workers`."""
     wraps = []
-    used_flags = 8  # bytes that compare the order of the wraps, and a byte for each parameter
+    used_flags = 8  # bytes that compare the order of the wraps, and a byte per parameter
     gathered = 0
     gathered_again = 0
     reduced = 0
@@ -493,7 +462,7 @@ def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> 
         gathered += wrap.gathered
         reduced += wrap.reduced
         gathers = 1
-        if wrap.outer is not None:  # the outermost stays gathered from forward to backward
+        if wrap.outer is not None:  # the outermost wrap stays gathered from forward to backward
             gathered_again += wrap.gathered
             gathers = 2
         if gloo:
@@ -505,7 +474,7 @@ def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> 
     between = 2 * reduced // workers * (copies - 1) / copies
     flags = 2 * used_flags * (workers * copies - 1) / (workers * copies)
     in_shards = (gathered + gathered_again + reduced) * (workers - 1) / workers
-    in_flight = max(0, _most_in_fsdp_backward(wraps, workers) - reduced // workers)
+    in_flight = _peak_of_fsdp_backward(wraps, workers) - reduced // workers
     sent = round(in_shards + flags + between)
     state = 0
     for optimizer in sizes.optimizers:
@@ -529,9 +498,9 @@ def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> 
 
 
 def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
-    """Return what a `WholeTensorOptimizer` adds, for the rank with most."""
-    # Its rank owns P / N of the parameters whole, with their state. The shards of a gradient go to
-    # one owner, and those of the result come back from there: 2 G (N-1)/N² more are sent.
+    """Return the cost that a `WholeTensorOptimizer` adds, for the rank with the highest memory."""
+    # A rank owns complete parameters with their state, P / N in total. Gradient shards are sent to
+    # the owner, and shards of the result return: 2 G (N-1)/N² more bytes.
     owners = _layout.deal_out([(n, p.elements) for n, p in enumerate(params)], [0] * workers)
     held = [0] * workers
     gradients = [0] * workers
@@ -544,7 +513,7 @@ def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
     total = _bytes_of(trained)
     bucket = min(total, BUCKET * _widest(trained))
     buckets = bucket_ranges([(param.kind, param.elements) for param in trained])
-    # Each message goes to one rank. And a byte of each tensor says whether it has moved.
+    # Each message has a single receiver. A byte per tensor says whether the tensor has changed.
     flags = _sent_per_worker(2 * len(params), workers)
     arriving = _sent_per_worker(min(max(gradients), -(-bucket // workers)), workers)
     return Cost(
@@ -558,13 +527,12 @@ def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
 
 
 def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool) -> _Wrap:
-    """Return the bytes of one FSDP wrap, in each state that it takes in a step."""
     trained = [param for param in wrap.params if param.trained]
     elements = sum(param.shard_elements(workers) for param in trained)
     itemsize = _widest(trained)
     received = 0
     if gloo:
-        in_place = itemsize >= 4  # half precision is summed in float32
+        in_place = itemsize >= 4  # half precision is summed in float32 memory
         received = (workers - 1 - in_place) * itemsize * elements
     gathered = 0
     for param in wrap.params:
@@ -582,11 +550,11 @@ def _widest(params: Sequence[ParamSize]) -> int:
     return max([param.itemsize for param in params], default=0)
 
 
-def _most_in_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
-    """Return the most bytes of gradients, their shards and whole parameters in a backward pass."""
-    # A wrap is whole while any wrap inside it computes. Its gradients are reduced once all wraps
-    # inside it are done. Meanwhile the parameters of the next wrap arrive, and the gradients of the
-    # last one are still being reduced, until the next ones are laid out.
+def _peak_of_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
+    """Return the peak of gradients, gradient shards and gathered parameters in a backward pass."""
+    # A wrap stays gathered while inner wraps compute, and its gradients are reduced after all inner
+    # wraps. Meanwhile the parameters of the next wrap arrive. The previous wrap's gradients are
+    # still being reduced until the next gradients are laid out.
     most = 0
     owned = 0
     leaving = 0
@@ -605,7 +573,7 @@ def _most_in_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
             done = open_wraps.pop()
             present -= done.gathered
             owned += done.reduced // workers
-            # Gradients and the reduce-scatter's copy of them are there together for a moment.
+            # Gradients exist together with the reduce-scatter's copy for a moment.
             most = max(most, owned + arriving + present + done.reduced)
             present -= done.gradients
             if done.reduced:

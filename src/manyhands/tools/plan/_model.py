@@ -1,7 +1,7 @@
-"""Read a module and its optimizers as sizes (`ModelSizes`). The module is not changed.
+"""Convert a module and its optimizers to sizes (`ModelSizes`), without changing the module.
 
-**Activations** are what a forward pass keeps for the backward pass. torch's FakeTensorMode runs the
-forward with shapes alone, and a hook sees each tensor that autograd saves.
+Activations are the tensors that a forward pass saves for the backward pass. The forward pass runs
+in torch's FakeTensorMode, with shapes only, and a hook sees each tensor that autograd saves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from manyhands.tools.plan._costs import ModelSizes, OptimizerParams, ParamSize, 
 
 OneOptimizer: TypeAlias = str | type[Optimizer] | Optimizer
 
-LARGEST_WRAP = 10**8  # elements of an FSDP wrap; of a smaller model, a 50th of its elements
+LARGEST_WRAP = 10**8  # elements of an FSDP wrap; in a smaller model, 1/50 of the elements
 
 
 # -- a module and its optimizers -------------------------------------------------------------------
@@ -39,8 +39,8 @@ LARGEST_WRAP = 10**8  # elements of an FSDP wrap; of a smaller model, a 50th of 
 def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Return the module, or build it on the meta device.
 
-    A function that fails there, because it reads values out of tensors, is called again for a real
-    module.
+    A function that fails on the meta device, such as one that reads values of tensors, is called
+    again without the meta device.
     """
     made: object = model
     is_other_class = isinstance(model, type) and not issubclass(model, nn.Module)
@@ -50,12 +50,12 @@ def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
                 made = model()
         except (RuntimeError, NotImplementedError):
             made = model()
-    return instance("model", made, nn.Module, "a torch.nn.Module, or a function of one")
+    return instance("model", made, nn.Module, "a torch.nn.Module, or a function that returns one")
 
 
 @dataclass(frozen=True)
 class PlannedOptimizer:
-    """An optimizer: its class, its arguments, and groups of parameters with their options."""
+    """An optimizer: the class, the arguments, and parameter groups with options."""
 
     kind: type[Optimizer]
     arguments: dict[str, Any]
@@ -63,10 +63,10 @@ class PlannedOptimizer:
 
     @staticmethod
     def of(optimizer: Optimizer) -> PlannedOptimizer:
-        """Read an existing optimizer: a plain one, an OSS, or one in a scaling rule or blocks."""
+        """Read an existing optimizer: plain, OSS, or inside a scaling rule or blocks."""
         groups = [(options_of(group), group["params"]) for group in optimizer.param_groups]
         optimizer = unwrap(optimizer)[-1]
-        if isinstance(optimizer, ShardedOptimizer):  # the class that it shards is what has state
+        if isinstance(optimizer, ShardedOptimizer):  # the wrapped class defines the state
             arguments = dict(optimizer.optimizer_arguments)
             return PlannedOptimizer(optimizer.optimizer_class, arguments, groups)
         return PlannedOptimizer(type(optimizer), constructor_arguments(optimizer)[0], groups)
@@ -81,14 +81,14 @@ class PlannedOptimizer:
 
     @property
     def wants_whole_tensors(self) -> bool:
-        """Whether FSDP's parameters are stepped by a `WholeTensorOptimizer`."""
+        """Whether a `WholeTensorOptimizer` steps the parameters of FSDP."""
         return not self.elementwise or traits_of(self.kind).on_full_tensors
 
 
 def planned_optimizers(
     optimizer: object, options: Mapping[str, object], model: nn.Module
 ) -> list[PlannedOptimizer]:
-    """Accept the name or the class of an optimizer, an optimizer, or a list of optimizers."""
+    """Accept an optimizer's name or class, an optimizer, or a list of optimizers."""
     several = [optimizer]
     if isinstance(optimizer, list | tuple):
         several = list(optimizer)
@@ -106,7 +106,7 @@ def planned_optimizers(
             kind = getattr(optim, name)
             if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer:
                 known[name.lower()] = kind
-        one_of("optimizer", optimizer.lower(), sorted(known), "Give the class of any other.")
+        one_of("optimizer", optimizer.lower(), sorted(known), "Pass the class of other optimizers.")
         optimizer = known[optimizer.lower()]
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise TypeError(
@@ -116,7 +116,7 @@ def planned_optimizers(
 
 
 def check_covers(optimizers: Sequence[PlannedOptimizer], model: nn.Module) -> None:
-    """Raise unless the optimizers hold the model's parameters, and all that are trained, once."""
+    """Raise unless the optimizers have each trained parameter once, and no other model's."""
     held = Counter[int]()
     for optimizer in optimizers:
         for _, params in optimizer.groups:
@@ -131,8 +131,9 @@ def check_covers(optimizers: Sequence[PlannedOptimizer], model: nn.Module) -> No
         wrong = [f"{len(foreign)} parameter(s) that are not in the model"]
     if wrong:
         raise ValueError(
-            "each trained parameter of the model, and no other, must be in one optimizer: look at "
-            f"{', '.join(wrong[:4])}. Give a list of all optimizers, or freeze parameters."
+            "each trained parameter of the model, and no other parameter, must be in exactly one "
+            f"optimizer. Check {', '.join(wrong[:4])}. Pass a list of all optimizers, or freeze "
+            "parameters."
         )
 
 
@@ -140,8 +141,7 @@ def check_covers(optimizers: Sequence[PlannedOptimizer], model: nn.Module) -> No
 
 
 def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int) -> ModelSizes:
-    """Return the sizes of everything that a worker holds."""
-    sizes: dict[int, ParamSize] = {}  # by id: tied parameters are one
+    sizes: dict[int, ParamSize] = {}  # by id, so that tied parameters count once
     by_optimizer = []
     for one in optimizers:
         states = StateSizes(one.kind, one.arguments)
@@ -157,7 +157,7 @@ def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int
         if id(param) not in sizes:
             sizes[id(param)] = _param_size(param)
             others.append(sizes[id(param)])
-    # Small buffers of the same kind share a broadcast. Each large buffer has a separate one.
+    # Small buffers of the same kind share a broadcast. Each large buffer has a separate broadcast.
     messages = set[object]()
     buffer_bytes = 0
     for buffer in model.buffers():
@@ -178,7 +178,6 @@ def _param_size(
     options: Mapping[str, object] | None = None,
     elementwise: bool = True,
 ) -> ParamSize:
-    """Return a parameter's sizes: its own, and what an optimizer keeps for it."""
     fixed = 0
     per_element = 0
     if states is not None and param.requires_grad and param.numel():
@@ -198,12 +197,12 @@ def _param_size(
 
 
 def wrap_size_of(model: nn.Module) -> int:
-    """Return the least number of elements of a wrap in the plan's FSDP."""
+    """Return the smallest number of elements in an FSDP wrap of the plan."""
     elements = count_elements(model)
-    # A wrap of a 50th keeps the whole tensors of a backward pass small beside the shards.
+    # With 1/50 of the model per wrap, gathered tensors need little memory compared with the shards.
     size = min(LARGEST_WRAP, max(1, elements // 50))
     power = 10 ** (len(str(size)) - 1)
-    return size // power * power  # one digit, which is easier to read
+    return size // power * power  # rounded to a single digit, for the reader
 
 
 def count_elements(model: nn.Module) -> int:
@@ -211,8 +210,10 @@ def count_elements(model: nn.Module) -> int:
 
 
 def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | None]]:
-    """Return the wraps of the plan's FSDP, the innermost first, the model itself last."""
-    # Each has the parameters that no wrap inside it has, and the number of the wrap around it.
+    """Return the FSDP wraps of the plan, from the innermost to the model.
+
+    Each wrap has the parameters outside its inner wraps, and the index of the enclosing wrap.
+    """
     wraps = list(pick_modules(model, by_size(least), ()))
     if model in wraps:
         wraps.remove(model)
@@ -223,10 +224,9 @@ def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | 
     seen: set[int] = set()
 
     def visit(module: nn.Module, outer: int) -> None:
-        """Give the parameters in a module to the nearest wrap around them."""
         number = numbers.get(module, outer)
         if number != outer:
-            outers.setdefault(number, outer)  # a shared module is in its first place
+            outers.setdefault(number, outer)  # a shared module belongs to its first position
         for param in module.parameters(recurse=False):
             if id(param) not in seen:
                 seen.add(id(param))
@@ -239,7 +239,6 @@ def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | 
 
 
 def by_size(least: int) -> Policy:
-    """Return the policy of the plan's FSDP: wrap modules of at least this many parameters."""
     return partial(default_auto_wrap_policy, min_num_params=least, skip_params_check_for_root=True)
 
 
@@ -247,7 +246,7 @@ def by_size(least: int) -> Policy:
 
 
 def activation_bytes(model: nn.Module, input: object) -> int:
-    """Return the bytes that a forward pass keeps for the backward pass, for one worker's input."""
+    """Return the bytes that a worker's forward pass saves for the backward pass."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
     kwargs: dict[str, object] = {}
@@ -258,7 +257,7 @@ def activation_bytes(model: nn.Module, input: object) -> int:
         args = tuple(input)
     else:
         args = (input,)
-    # The storages themselves are kept, or a freed one's address could be counted for another.
+    # Keep the storages alive, because the address of a freed storage may be reused.
     storages: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -278,11 +277,11 @@ def activation_bytes(model: nn.Module, input: object) -> int:
         try:
             with noting:
                 torch.func.functional_call(model, state, args, kwargs)
-        except Exception as error:  # a model's forward may raise anything
+        except Exception as error:  # a model's forward may raise any exception
             raise ValueError(
                 f"the forward pass could not be run on tensors without memory: {error}\n"
-                "The forward must not read values out of tensors, and the model's tensors must be "
-                "parameters or buffers. Without an input, activations are not counted."
+                "The forward pass must not read values of tensors, and the model's tensors must be "
+                "parameters or buffers. Leave the input out to plan without activations."
             ) from error
         finally:
             logger.disabled = before
@@ -292,7 +291,7 @@ def activation_bytes(model: nn.Module, input: object) -> int:
 
 
 def _fake_tensor(value: Tensor) -> Tensor:
-    """Return a tensor of the same kind without memory. Call this inside FakeTensorMode."""
+    """Return a tensor of the same kind without memory. Requires FakeTensorMode."""
     tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
     if isinstance(value, nn.Parameter):
         return nn.Parameter(tensor, requires_grad=value.requires_grad)

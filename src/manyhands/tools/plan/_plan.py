@@ -1,8 +1,4 @@
-"""Plan the training of a model: the ways to do it on N workers in one table, and the cheapest.
-
-Each way is a `Row`: its bytes and collectives (`_costs.py`), its time on a network, the reason why
-it cannot be used, if there is one, and the line to paste.
-"""
+"""Compare the ways to train a model on N workers (`plan`), and print the table (`Plan`)."""
 
 from __future__ import annotations
 
@@ -53,17 +49,15 @@ NAMES = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel", FSDP_NAME)  # by level
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Cost):
-    """One way to train, and its cost to the worker that holds most; sizes in bytes.
+    """A way to train a model, with the bytes of the worker with the highest memory.
 
-    `parameters`, `gradients` and `optimizer` are held after `backward` and after `step`;
-    `in_flight` is the most that is held on top, while gradients are made and sent; `scaling` is
-    what a scaling rule holds; `saved` is what `mh.save` writes. `sent`, the mean
-    over the workers, and `collectives` count one step.
-    `activations` is None without an input, and `fits` without a memory. `obstacle` says why the
-    model cannot be trained in this way.
+    `parameters`, `gradients` and `optimizer` are the memory after `backward` and after `step`.
+    `in_flight` is the additional peak during a backward pass, `scaling` the memory of a scaling
+    rule, `saved` the size of a `mh.save` on that worker. `sent` (the mean over workers) and
+    `collectives` are per step. `activations` is None without an input. `obstacle` is the reason why
+    the model cannot be trained in this way.
 
-    `seconds` is the time of a step on the network that was given, without overlap and without the
-    optimizer:
+    `seconds` is the time of a step on a network, without overlap and without the optimizer:
 
         seconds = pass_seconds + 8 sent / network + latency collectives
     """
@@ -78,19 +72,18 @@ class Row(Cost):
 
     @property
     def available(self) -> bool:
-        """Whether the model and its optimizers can be trained in this way."""
         return self.obstacle is None
 
     @property
     def fits(self) -> bool | None:
-        """Whether the memory of a worker is enough; None if no memory was given."""
+        """Whether a worker has enough memory; None if the memory is unknown."""
         if self.memory is None:
             return None
         return self.total <= self.memory
 
     @property
     def total(self) -> int:
-        """The sum of all bytes that are counted, for one worker."""
+        """The memory of a worker: the sum of all counted bytes."""
         held = self.parameters + self.gradients + self.optimizer + self.scaling
         return held + self.in_flight + self.buffers + (self.activations or 0)
 
@@ -101,7 +94,7 @@ class Row(Cost):
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of `mh.plan`: a row for each way to train. Print it to see the table.
+    """The result of `mh.plan`: a row per way to train. Print the plan to see the table.
 
     >>> import torch, manyhands as mh
     >>> plan = mh.plan(torch.nn.Linear(1000, 1000), torch.optim.AdamW, workers=4, memory="1GiB")
@@ -120,8 +113,8 @@ class Plan:
 
     @property
     def cheapest(self) -> Row | None:
-        """The way that fits and sends the fewest bytes; of equal ones the simplest."""
-        # Rows are ordered from the simplest to the most sharded.
+        """The row that fits and sends the fewest bytes; the least sharded row of equal ones."""
+        # Rows are ordered from the least to the most sharded.
         best = None
         for row in self.rows:
             usable = row.available and row.fits is not False
@@ -131,13 +124,11 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """The model's size, its optimizers and the number of workers."""
         counted = f"{self.elements:,} parameters, {self.optimizer}, {self.workers} worker"
         return counted + "s" * (self.workers > 1)
 
     @property
     def cells(self) -> list[list[str]]:
-        """The table: a heading, and a line for each kind of cost with a cell for each way."""
         cells = [["", *[row.name for row in self.rows]]]
         for label, name in (
             ("parameters", "parameters"),
@@ -170,19 +161,17 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """The way to take, or how much memory is missing."""
         best = self.cheapest
         if best is not None:
             if self.memory is None:
                 return f"The cheapest: {best.name}"
             return f"The cheapest that fits {format_bytes(self.memory)}: {best.name}"
         usable = filter(attrgetter("available"), reversed(self.rows))
-        least = min(usable, key=attrgetter("total"))  # of equal ones the most sharded
+        least = min(usable, key=attrgetter("total"))  # the most sharded of equal rows
         over = format_bytes(least.total - (self.memory or 0))
-        return f"Nothing fits. {least.name} is {over} over. Use more workers, or a smaller input."
+        return f"Nothing fits. {least.name} is {over} over. Use more workers or a smaller input."
 
     def __str__(self) -> str:
-        """Return the plan as `print` shows it: table, notes, verdict, the line to paste."""
         cells = self.cells
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [self.title, ""]
@@ -214,7 +203,7 @@ def plan(
     mesh: tuple[int, int] | None = None,
     **options: object,
 ) -> Plan:
-    """Compare the ways to train a model on N workers: bytes held, bytes sent, and which way fits.
+    """Compare the ways to train a model on N workers: memory, communication, and what fits.
 
     >>> import torch, manyhands as mh
     >>> def build_model():
@@ -225,28 +214,29 @@ def plan(
     >>> print(found.cheapest.code)
     model, optimizer = mh.shard(model, optimizer, level=2)
 
-    The numbers come from the layout that the library will use, for the worker that holds most. Not
-    counted are the memory that operations need while they run, and the copies that the optimizer's
-    `foreach` implementation makes within a step.
+    The numbers describe the worker with the highest memory. They exclude the temporary memory of
+    operations, and the copies that an optimizer's
+    `foreach` implementation makes during a step.
 
     Args:
-        model: a module, on any device, or a function that builds one. A function is called
-            under `torch.device("meta")`, so that no memory is needed (or, if that fails, as it is).
-        optimizer: the name or the class of an optimizer, or the existing one, or a list of several.
+        model: a module on any device, or a function that builds a module. The function is called
+            under `torch.device("meta")`, which needs no memory, and again without it if that fails.
+        optimizer: the name or the class of an optimizer, an existing optimizer, or a list of
+            existing optimizers.
         workers: the number of workers.
         memory: the memory of each worker, such as "24GiB".
-        input: one worker's input, to measure activations: a tensor, a tuple of the forward's
-            arguments, or a dict of them. Only shapes matter, so meta tensors will do. To plan for
-            autocast, call `plan` within `torch.autocast`.
-        backend: "nccl" or "gloo"; it decides the number of collectives and the buckets in flight.
-        network: the bandwidth of each worker to the others, in bits per second or as a text such
-            as "50Mbit"; then each row has the `seconds` of a step.
-        latency: the seconds that each collective takes on top.
-        pass_seconds: the seconds of one pass on one worker, forward and backward.
-        rule: the scaling rule, such as "AdamScale", whose memory and collectives are counted then.
-            That of an existing optimizer is found.
-        mesh: plan level 3 on a mesh, too: the number of copies of the model, and of workers that
-            each is sharded over. Their product is the number of workers.
+        input: the input of one worker, to measure activations: a tensor, a tuple of the forward
+            pass's arguments, or a dict of arguments. Meta tensors are enough, because only shapes
+            matter. To plan for autocast, call `plan` inside `torch.autocast`.
+        backend: "nccl" or "gloo"; determines the number of collectives and the buckets in flight.
+        network: the bandwidth of each worker, in bits per second or as a text such as "50Mbit".
+            Each row then has the `seconds` of a step.
+        latency: the seconds that each collective adds.
+        pass_seconds: the seconds of one forward and backward pass on one worker.
+        rule: the name of a scaling rule, such as "AdamScale", to include its memory and
+            collectives. By default the rule around an existing optimizer.
+        mesh: the number of copies of the model, and of workers per copy, to add a row for level 3
+            on this mesh. The product is the number of workers.
         **options: options of the optimizer, such as momentum.
     """
     if mesh is not None:
@@ -302,14 +292,14 @@ def _ways(
     rule: type[ScalingRuleBase] | None,
     optimizers: Sequence[PlannedOptimizer],
 ) -> list[tuple[str, str, Cost]]:
-    """Return each way's name, the end of its line of code, and its cost with the rule."""
+    """Return the name, the end of the line of code, and the cost with the rule, for each way."""
     groups = []
     for one in optimizers:
         groups += one.all_options
     payload = (0, 0)
     if rule is not None:
         payload = rule_cost(len(groups), workers, gloo)
-    replicas = 0  # entries of the optimizer's state that the rule needs on every worker
+    replicas = 0  # entries of the optimizer state of which the rule needs a replica per worker
     if rule is not None and issubclass(rule, AdamScale):
         replicas = 1
         if any(options.get("centered") for options in groups):
@@ -326,7 +316,6 @@ def _ways(
 
 
 def _find_rule(name: str | None, optimizer: object) -> type[ScalingRuleBase] | None:
-    """Return the class of the library's rule of this name, or of the rule around an optimizer."""
     if name is None:
         if isinstance(optimizer, Optimizer):
             for layer in unwrap(optimizer, every_layer=True):
@@ -345,7 +334,6 @@ def _notes(
     wrap_size: int,
     workers: int,
 ) -> tuple[str, ...]:
-    """Return sentences that explain the table."""
     layouts = set()
     for one in optimizers:
         name = one.kind.__name__
@@ -370,23 +358,23 @@ def _notes(
 
 
 def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:
-    """Return the reason why FSDP cannot shard this model's parameters, or None."""
-    # Without a `wrap_size` nothing is known about the wraps, which may have obstacles of their own.
+    """Return the reason why FSDP cannot shard these parameters, or None."""
+    # Without a `wrap_size` the wraps are unknown and are not checked.
     for name, param in model.named_parameters():
         if param.dim() == 0:
-            return f"{name} is a scalar, which cannot be divided; make it a tensor of one element."
+            return f"{name} is a scalar, which cannot be divided. Make it a tensor of one element."
         if not param.numel():
             return f"{name} has no elements."
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            return f"{name or 'the model'} has sparse gradients; make it with sparse=False."
+            return f"{name or 'the model'} has sparse gradients. Create it with sparse=False."
     if wrap_size is None:
         return None
     for params, _ in wrap_params(model, wrap_size):
         dtypes = dict.fromkeys([str(param.dtype) for param in params if param.requires_grad])
         if len(dtypes) > 1:
             return (
-                f"parameters that would be in one wrap are {' and '.join(dtypes)}. "
-                "Wrap the parameters of each dtype by themselves."
+                f"one wrap would contain parameters of {' and '.join(dtypes)}. "
+                "Wrap the parameters of each dtype separately."
             )
     return None

@@ -1,13 +1,13 @@
-"""Put a row of the plan into practice (`shard`), with one number for the level of sharding.
+"""Shard a model and its optimizers at a given level (`shard`).
 
     level   model                       optimizer
-    0       DistributedDataParallel     as it was given
+    0       DistributedDataParallel     unchanged
     1       DistributedDataParallel     OSS
     2       ShardedDataParallel         OSS
-    3       FullyShardedDataParallel    as it was given, made anew from the sharded parameters;
-                                        WholeTensorOptimizer for Muon and others of its kind
+    3       FullyShardedDataParallel    rebuilt from the sharded parameters; a WholeTensorOptimizer
+                                        for optimizers of whole matrices, such as Muon
 
-Mistakes are found, and arguments compared among the ranks, before anything is changed.
+Arguments are checked and compared among the ranks before the model changes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 Level: TypeAlias = Literal["auto", 0, 1, 2, 3]
 Given = TypeVar("Given", Optimizer, list[Optimizer])
 WRAPPERS = (ModuleWrapper, *TORCH_WRAPPERS)
-MARGIN = 0.85  # of a GPU's free memory: the plan does not count workspaces and fragments
+MARGIN = 0.85  # fraction of a GPU's free memory; the plan excludes workspaces and fragmentation
 
 
 def shard(
@@ -69,7 +69,7 @@ def shard(
     process_group: GroupLike | None = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, Given]:
-    """Return the model and its optimizer for many ranks, sharded as far as `level` says.
+    """Return the model and its optimizers for training on many ranks, sharded at `level`.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -78,35 +78,36 @@ def shard(
     >>> model(torch.ones(2, 3)).sum().backward()
     >>> optimizer.step()
 
-    A rank holds all of it at level 0, and of N ranks each holds 1/N
+    At level 0 each rank has the complete training state. Of N ranks each has 1/N of
 
-        1  of the optimizer state,
-        2  and of the gradients,
-        3  and of the parameters.
+        1  the optimizer state,
+        2  the optimizer state and gradients,
+        3  the optimizer state, gradients and parameters.
 
-    The training loop, its losses and the checkpoints of `save` are the same at every level. (Scale
-    a loss in float16 with `ShardedGradScaler`, which is right at each.) Call it on every rank, with
-    the plain model on its device and before the first step. Put scaling rules and schedulers around
-    the optimizer that it returns.
+    The training loop, losses and checkpoints of `save` do not depend on the level. Call `shard` on
+    every rank before the first step, with the plain model on its device. Put scaling rules and
+    schedulers around the returned optimizer. Use `ShardedGradScaler` to scale losses in float16 at
+    any level.
 
     Args:
-        model: the plain model, with the same parameters on every rank.
-        optimizer: the plain optimizer of the model's parameters, or a list of several. (A list is
-            returned then.) Levels 1 to 3 make it anew, with its groups and options.
-        level: 0, 1, 2 or 3; "auto" takes the way that `plan` finds the cheapest of those that fit
-            each rank's memory.
-        memory: for "auto": the memory of a rank, such as "24GiB". By default 85 % of what is free
-            on the model's GPU. On a CPU nothing is assumed, so give it, or "auto" takes level 0.
-        input: for "auto": one rank's input, so that the plan counts activations.
+        model: the plain model, with equal parameters on every rank.
+        optimizer: the plain optimizer of the model's parameters, or a list of optimizers. For a
+            list, a list is returned. Levels 1 to 3 create new optimizers with the same groups and
+            options.
+        level: 0, 1, 2 or 3; "auto" selects the cheapest row of `plan` that fits the memory of
+            each rank.
+        memory: for "auto": the memory of a rank, such as "24GiB". The default is 85 % of the free
+            memory of the model's GPU. On a CPU, "auto" selects level 0 by default.
+        input: for "auto": the input of a rank, to include activations.
         auto_wrap_policy: for level 3: the classes of the layers to wrap, or a policy, as for
-            `auto_wrap`. By default by size: a 50th of the model's parameters and more.
-        find_unused_parameters: for levels 0 and 1: that of `DistributedDataParallel`. Levels 2 and
-            3 need no such option.
-        gather_state: for levels 1 and 2: that of `OSS`, which lets `state_dict()`, called on every
-            rank, collect the optimizer's state. `save` needs no such option.
-        process_group: the ranks; all, by default. Levels 0 and 1 need a process group.
-        mesh: in place of `process_group`, the ranks as a `DeviceMesh`. With two dimensions, for
-            level 3: the number of copies of the model, and of ranks that each is sharded over.
+            `auto_wrap`. By default modules with at least 1/50 of the model's parameters.
+        find_unused_parameters: for levels 0 and 1: the option of `DistributedDataParallel`. Levels
+            2 and 3 need no such option.
+        gather_state: for levels 1 and 2: the option of `OSS`. `state_dict()`, called on every
+            rank, then collects the optimizer's state. `save` needs no such option.
+        process_group: the ranks; by default all ranks. Levels 0 and 1 need a process group.
+        mesh: the ranks as a `DeviceMesh`, in place of `process_group`. A mesh of two dimensions is
+            for level 3: the number of copies of the model, and of ranks per copy.
     """
     grid, process_group = _ranks_of_mesh(mesh, process_group, level)
     ranks = find_ranks(grid or process_group)
@@ -123,7 +124,7 @@ def shard(
     if chosen in (0, 1) and not dist.is_initialized():
         raise ValueError(
             f"level {chosen} wraps the model in DistributedDataParallel, which needs a process "
-            f"group, also on one rank. {JOIN} Levels 2 and 3 need none on one rank."
+            f"group, also on one rank. {JOIN} Levels 2 and 3 need no process group on one rank."
         )
     sharded: nn.Module
     made = optimizers
@@ -157,7 +158,7 @@ def shard(
 def _ranks_of_mesh(
     mesh: DeviceMesh | None, process_group: GroupLike | None, level: Level
 ) -> tuple[DeviceMesh | None, GroupLike | None]:
-    """Return the mesh if it has copies of the model, or else the process group of its ranks."""
+    """Return the mesh if it has copies of the model, and otherwise the process group."""
     if mesh is None:
         return None, process_group
     if process_group is not None:
@@ -176,7 +177,7 @@ def _ranks_of_mesh(
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[Optimizer]:
-    """Return the optimizers in a list. Raise if one is sharded, wrapped or in use already."""
+    """Return the optimizers in a list. Raise if any is sharded, wrapped or in use."""
     one_of("level", level, ("auto", 0, 1, 2, 3))
     if not isinstance(model, nn.Module):
         given = type(model).__name__
@@ -192,7 +193,7 @@ def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[O
 
 
 def _check_not_in_use(model: nn.Module) -> None:
-    """Raise if parameters are sharded already, or in a wrapper that somebody still holds."""
+    """Raise if parameters are sharded, or belong to a wrapper that is still referenced."""
     names, params = zip(*model.named_parameters(), strict=True)
     for name, param in zip(names, params, strict=True):
         if is_dtensor(param):
@@ -209,30 +210,30 @@ def _check_not_in_use(model: nn.Module) -> None:
 
 def _in_use(name: str, where: str) -> str:
     return (
-        f"{name} is {where} already. Go on with that model, or delete it first: its "
-        "gradients would be sent twice."
+        f"{name} is {where} already. Continue with that model, or pass the plain model after "
+        "deleting it: its gradients would be sent twice."
     )
 
 
 def _check_plain_optimizer(optimizer: Optimizer) -> None:
-    """Raise unless it is the user's optimizer, and can be made again without loss."""
+    """Raise unless the optimizer is plain, unused, and can be rebuilt from its defaults."""
     kind = type(optimizer).__name__
     wrapper = ShardedOptimizer | OptimizerWrapper
     if isinstance(optimizer, wrapper) or not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"shard() needs a plain torch.optim.Optimizer or a list of them, got {kind}. Put "
-            "scaling rules and blocks around the optimizer that it returns."
+            "scaling rules and blocks around the returned optimizer."
         )
     _, unknown = constructor_arguments(optimizer)
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     wrong = ""
     if hooks or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         wrong = "has a scheduler or a step hook: put it on the optimizer that shard() returns"
-    # Adagrad makes its state with itself, at step 0.
+    # Adagrad creates its state in the constructor, at step 0.
     elif any(state.get("step") != 0 for state in optimizer.state.values()):
-        wrong = "has taken steps: call shard() before the first one, and mh.load() after it"
+        wrong = "has taken steps: call shard() before the first step, and mh.load() after shard()"
     elif unknown:
-        wrong = f"does not keep {sorted(unknown)} in its defaults: make it by mh.OSS, of its class"
+        wrong = f"does not keep {sorted(unknown)} in its defaults: create an mh.OSS of its class"
     if wrong:
         raise ValueError(f"this {kind} {wrong}.")
 
@@ -240,7 +241,6 @@ def _check_plain_optimizer(optimizer: Optimizer) -> None:
 def _facts_to_share(
     model: nn.Module, optimizers: Sequence[Optimizer], level: Level, gather_state: bool
 ) -> dict[str, object]:
-    """Return what ranks must have in common before anything is changed."""
     names = {id(param): name for name, param in model.named_parameters()}
     facts: dict[str, object] = {
         "values of level": level,
@@ -256,7 +256,6 @@ def _facts_to_share(
 
 
 def _as_oss(optimizer: Optimizer, process_group: GroupLike | None, gather_state: bool) -> Optimizer:
-    """Return an OSS of this optimizer's class, options and parameters (levels 1 and 2)."""
     arguments = PlannedOptimizer.of(optimizer).arguments
     return OSS(
         list(map(dict, optimizer.param_groups)),
@@ -273,7 +272,7 @@ def _as_oss(optimizer: Optimizer, process_group: GroupLike | None, gather_state:
 def _check_fully_shardable(
     model: nn.Module, optimizers: Sequence[Optimizer], *, by_size: bool
 ) -> None:
-    """Raise if FSDP could not train it. All ranks have the same model, so that all raise."""
+    """Raise if FSDP cannot train the model. All ranks have the same model, so all ranks raise."""
     wrap_size = None
     if by_size:
         wrap_size = wrap_size_of(model)
@@ -281,8 +280,8 @@ def _check_fully_shardable(
     for name, param in model.named_parameters():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             obstacle = (
-                f"{name} has hooks, and becomes another parameter. Give that one "
-                "register_post_accumulate_grad_hook(); register_hook() is not called at level 3."
+                f"{name} has hooks, but level 3 replaces the parameter. Register hooks on the new "
+                "one with register_post_accumulate_grad_hook(); register_hook() is not called."
             )
     for one in optimizers:
         if isinstance(one, LBFGS | SparseAdam):
@@ -299,14 +298,13 @@ def _fully_sharded(
     process_group: GroupLike | None,
     grid: DeviceMesh | None,
 ) -> tuple[nn.Module, list[Optimizer]]:
-    """Wrap the model, and make the optimizers again from its new parameters."""
     names = list(model.named_parameters())
     options: dict[str, Any] = {}
     if grid is not None or process_group is not None:
         options["process_group"] = grid or process_group
     with enable_wrap(policy or by_size(wrap_size_of(model)), **options):
         wrapped = auto_wrap(model)
-        if not isinstance(wrapped, FullyShardedDataParallel):  # the policy leaves the model out
+        if not isinstance(wrapped, FullyShardedDataParallel):  # not selected by the policy
             wrapped = wrap(wrapped)
     sharded = dict(wrapped.named_parameters())
     params: dict[Tensor, Tensor] = {param: sharded[name] for name, param in names}
@@ -334,7 +332,7 @@ def _cheapest_level(
     memory: int | str | None,
     input: Any,
 ) -> int:
-    """Return the level of the cheapest way that fits on every rank."""
+    """Return the cheapest level that fits on every rank."""
     device = next(model.parameters()).device
     if memory is None and device.type == "cuda":
         held = sum(param.nbytes for param in model.parameters())

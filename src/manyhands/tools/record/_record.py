@@ -1,20 +1,17 @@
-"""Write a record: one line for each step, by one rank, without waiting for a GPU.
+"""Write a record: a line per step, from a single rank, without waiting for a GPU.
 
-A file is only appended to, one complete line per call. `close()` appends the header again with the
-date of the end, which tells readers of a growing file that no line will follow.
+`close()` appends the header with the date of the end, so readers of a growing file know that no
+line follows. A tensor on a GPU is copied without a synchronization, and the line waits in a queue
+until the copy is complete.
 
-A tensor on a GPU is copied without a synchronization. Its line waits in a queue until the copy is
-complete.
+`StepTiming` divides the seconds of this rank since the last line:
 
-`StepTiming` is a source that divides the time of a step, in seconds of this rank since the last
-line:
-
-    loading   waiting for the next batch, if the batches are taken through `loading`
-    compute   from the last line (or the last step) to the end of the step's last backward pass
+    loading   waiting for the next batch, if batches are read through `loading`
+    compute   from the last line or step to the end of the last backward pass of the step
     sync      from there to the optimizer's step: DDP waits for gradients, a rule for its numbers
     update    the optimizer's step
 
-The rest of a line's time is an evaluation, a checkpoint, or a sync round of blocks.
+The remaining time of a line is an evaluation, a checkpoint, or a sync round of blocks.
 """
 
 from __future__ import annotations
@@ -56,31 +53,31 @@ from manyhands.tools.record._run import (
 
 try:
     import fcntl
-except ImportError:  # Windows: two runs on one path are not noticed
+except ImportError:  # Windows does not detect two runs with the same path
     fcntl = None  # type: ignore[assignment]
 
 _OUR_KEYS = ("step", "time", HEADER)
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
-_LONGEST_TEXT = 4000  # characters of a source's description, or of an error, in a header
-_MOST_WAITING = 4  # lines that may wait for a GPU's numbers; with more, we wait for the GPU
+_LONGEST_TEXT = 4000  # characters of a source's description or an error in a header
+_MOST_WAITING = 4  # lines that may wait for numbers from a GPU
 T = TypeVar("T")
 
 KINDS = ("loading", "compute", "sync", "update")
 
 
 class Source(Protocol):
-    """A source of values: an optimizer of this library, or any object with a method `snapshot`."""
+    """A source of values: an optimizer of this library, or any object with a `snapshot` method."""
 
     def snapshot(self) -> Mapping[str, object]:
-        """Return plain Python values for one line, always under the same keys.
+        """Return plain Python values for a line, always with equal keys.
 
-        The record also calls this once when it is made, to learn the keys. A source with a "step"
-        may have it as an attribute `steps`, too, which is faster to read.
+        `Record` also calls `snapshot` at construction, to learn the keys. A source with a "step"
+        may also have an attribute `steps`, which is faster to read.
         """
 
 
 class Record:
-    """Write one line for each step: the values of each source, and your own.
+    """Write a line per step, with the values of each source and your own values.
 
     >>> import tempfile, manyhands as mh
     >>> path = tempfile.mkdtemp() + "/a.jsonl"
@@ -90,24 +87,24 @@ class Record:
     >>> mh.read_record(path).column("loss")
     [2.5, 1.5]
 
-    Make it on every rank, after `init_process_group`. Rank `rank` writes; on all others a record
-    only checks its arguments, so that a mistake raises everywhere. A record uses no collectives.
+    Create the record on every rank, after `init_process_group`. Only rank `rank` writes. Other
+    ranks check the arguments, so that a mistake raises on every rank. A record uses no collectives.
 
-    Surprises. An existing file is continued (`mode="continue"`), which a resumed run needs; `"new"`
-    refuses it and `"overwrite"` empties it. A file that another process is writing is refused. With
-    `every=10` a line is written when the step is a multiple of 10, also after a resume and on a
-    worker that joins late. The record does not wait for a number on a GPU: its line is written up
-    to four steps later, so end with `close()` or use `with`. Without a source that has a "step",
-    the record counts its calls, and continues from the last step in the file.
+    By default (`mode="continue"`) a record continues an existing file, as a resumed run needs.
+    `"new"` raises if the file exists, and `"overwrite"` empties the file. A file that another
+    process is writing raises an error. With `every=10` the record writes steps that are multiples
+    of 10, also after a resume. Lines with numbers from a GPU are written up to four steps later, so
+    call `close()` or use `with`. If no source has a "step", the record counts calls, and continues
+    from the last step in the file.
 
-    `writer` also receives every value: TensorBoard's `SummaryWriter` by
-    `writer.add_scalar("manyhands/gain", value, step)`, a run of Weights & Biases by
-    `writer.log({"manyhands/gain": value, ...}, step=step)`. Any object with one of the two methods
-    will do. Close it yourself.
+    `writer` also receives every value: TensorBoard's `SummaryWriter` through
+    `writer.add_scalar("manyhands/gain", value, step)`, a run of Weights & Biases through
+    `writer.log({"manyhands/gain": value, ...}, step=step)`, or any object with either method. The
+    record does not close the writer.
 
-    Three more options are for those who read: `batch_size`, the samples of a small batch, gives
-    figures against samples, and samples a second; `until`, the progress (or the step, without a
-    scaling rule) at which training ends, gives the time left; `config` is shown beside the curves.
+    Readers use three more options: `batch_size`, the samples of a small batch, for figures against
+    samples and for samples per second; `until`, the progress (or the step, without a scaling rule)
+    at which training ends, for the remaining time; and `config`, shown beside the curves.
     """
 
     def __init__(
@@ -129,25 +126,25 @@ class Record:
         self.name = name
         ranks = RankGroup.of()
         every = whole("every", every, least=1)
-        one_of("rank", rank, range(ranks.size), "It is the rank that writes.")
+        one_of("rank", rank, range(ranks.size), "It is the rank that writes the file.")
         one_of("mode", mode, ("continue", "new", "overwrite"))
         for option, value in (("batch_size", batch_size), ("until", until)):
             if value is not None:
                 real(option, value, above=0)
         if not (writer is None or hasattr(writer, "add_scalar") or hasattr(writer, "log")):
-            raise TypeError(f"writer needs add_scalar or log, and {writer!r:.80} has none.")
+            raise TypeError(f"writer needs add_scalar or log, and {writer!r:.80} has neither.")
         values, counter = _collect_values(sources)
-        _to_json(values)  # raises on every rank if it is not plain, before the file is made
+        _to_json(values)  # raises on every rank for other types, before the file is created
 
         self._sources = sources
         self._writer = writer
         self._every = every
         self._counter = counter  # the source that has a "step"
-        # Whether it also says the step without a snapshot. (`steps` may mean something else.)
+        # Whether the source's `steps` is the step. The attribute may have a different meaning.
         self._says_steps = counter is not None and _steps_of(counter) == values["step"]
         self._reserved = frozenset(values).union(_OUR_KEYS)
         self._calls = 0
-        self._steps_before = 0  # the step at which `_calls` was 0, as far as it is known
+        self._steps_before = 0  # the step at which `_calls` was 0; an estimate if steps are skipped
         self._last_step = 0  # of the last line, or before the first call
         self._file: int | None = None
         self._header: Header = {}
@@ -167,7 +164,6 @@ class Record:
         self._start = time.monotonic()
 
     def _open(self, mode: str) -> None:
-        """Open the file, and write the header."""
         self._file, last = open_record(self.path, mode)
         if last is not None:
             self._steps_before = last["step"]
@@ -185,21 +181,21 @@ class Record:
         append_line(self._file, self.path, {HEADER: self._header})
 
     def step(self, **values: SupportsFloat) -> None:
-        """Record one step, after `optimizer.step()`.
+        """Record a step, after `optimizer.step()`.
 
-        `values` are your own: numbers or one-element tensors, under names of your choice.
+        `values` are numbers or one-element tensors under names of your choice.
         """
         self._check(values)
         self._calls += 1
         if self._file is None or not self._is_due():
-            return  # before any snapshot, which takes most of a step's time here
+            return  # before any snapshot, the most expensive part of a call
         seconds = round(time.monotonic() - self._start, 6)
         line: Line = {"step": self._count_steps(), "time": seconds}
-        # A source's own "step" replaces the count of calls: a loaded checkpoint has its own.
+        # A source's "step" replaces the count of calls, because a checkpoint may have been loaded.
         for source in self._sources:
             line.update(source.snapshot())
         if self._calls == 1 and line["step"] == 0 and isinstance(self._counter, Optimizer):
-            warn("record.step() comes after optimizer.step(), or each line is of the step before.")
+            warn("call record.step() after optimizer.step(), or lines describe the step before.")
         self._last_step = line["step"]
         self._steps_before = line["step"] - self._calls
         for key, value in values.items():
@@ -208,10 +204,10 @@ class Record:
         self._write(most_waiting=_MOST_WAITING)
 
     def _is_due(self) -> bool:
-        """Return whether the step is a multiple of `every`, or has passed one."""
+        """Return whether the step is, or has passed, a multiple of `every`."""
         if self._every == 1:
             return True
-        if self._calls == 1:  # a checkpoint may have been loaded since the record was made
+        if self._calls == 1:  # a checkpoint may have been loaded after the record was created
             self._read_step()
             self._last_step = max(0, self._count_steps() - 1)
         if not self._passed_multiple():
@@ -221,27 +217,26 @@ class Record:
 
     def _passed_multiple(self) -> bool:
         step = self._count_steps()
-        if step < self._last_step:  # the run has gone back to an earlier checkpoint
+        if step < self._last_step:  # the run has resumed from an earlier checkpoint
             self._last_step = step - 1
         return step // self._every > self._last_step // self._every
 
     def _count_steps(self) -> int:
-        """Return the step without a snapshot: exactly or, if no source can say it, by the calls."""
+        """Return the step without a snapshot; estimate the step from calls if necessary."""
         steps = _steps_of(self._counter) if self._says_steps else None
         return self._steps_before + self._calls if steps is None else steps
 
     def _read_step(self) -> None:
-        """Correct the count of steps, which is not that of calls if a gradient scaler skips any."""
+        """Correct the estimated step: a gradient scaler may have skipped steps."""
         if self._counter is not None and not self._says_steps:
             step: Any = self._counter.snapshot()["step"]
             self._steps_before = step - self._calls
 
     def close(self) -> None:
-        """Write all waiting lines, and that the run ended. A second call does nothing."""
+        """Write all waiting lines and the end of the run. A second call has no effect."""
         self._close(error=None)
 
     def _close(self, error: str | None) -> None:
-        """Write what is left, and that the run has ended; with `error`, by what. Called once."""
         self._closed = True
         if self._file is None:
             return
@@ -263,9 +258,8 @@ class Record:
         self._close(None if kind is None else _describe_error(kind, error))
 
     def _check(self, values: Mapping[str, object]) -> None:
-        """Check the values on every rank, so that a mistake raises on all of them."""
         if self._closed:
-            raise RuntimeError(f"{self.path} is closed. Make a new Record: it continues the file.")
+            raise RuntimeError(f"{self.path} is closed. Create a new Record to continue the file.")
         for key, value in values.items():
             if key in self._reserved:
                 raise ValueError(f"step() got {key!r}, a key of the record. Choose another name.")
@@ -275,7 +269,7 @@ class Record:
                 )
 
     def _write(self, most_waiting: int) -> None:
-        """Write all complete lines in order, and wait for a GPU while more than the limit wait."""
+        """Write complete lines in order; wait for the GPU while more than `most_waiting` wait."""
         assert self._file is not None
         while self._waiting:
             line = self._waiting[0]
@@ -294,7 +288,6 @@ def _now() -> str:
 
 
 def _describe_source(source: Source) -> str:
-    """Return the representation of a source, such as a rule with its options."""
     kind = type(source)
     if kind.__repr__ is object.__repr__:
         return kind.__name__
@@ -302,7 +295,7 @@ def _describe_source(source: Source) -> str:
 
 
 def _describe_error(kind: type[BaseException], error: object) -> str | None:
-    """Return the error that ends a run, or None if the script ended the run itself."""
+    """Return the error that ends a run, or None if the script ended normally."""
     if kind is SystemExit and getattr(error, "code", None) in (None, 0):
         return None
     return f"{kind.__name__}: {error}"[:_LONGEST_TEXT].removesuffix(": ")
@@ -312,7 +305,6 @@ def _describe_error(kind: type[BaseException], error: object) -> str | None:
 
 
 def _send_line(writer: Any, line: Line) -> None:
-    """Give a line's numbers to TensorBoard, or to Weights & Biases."""
     values = {}
     for key, value in to_columns(line):
         if key not in _OUR_KEYS and isinstance(value, Real):
@@ -325,16 +317,12 @@ def _send_line(writer: Any, line: Line) -> None:
 
 
 def _steps_of(counter: object) -> int | None:
-    """Return the attribute `steps` of a source that has one."""
     steps = getattr(counter, "steps", None)
     return steps if type(steps) is int else None
 
 
 def _collect_values(sources: tuple[Source, ...]) -> tuple[dict[str, object], Source | None]:
-    """Return the values of all sources, and the source that has a "step".
-
-    Raise if two sources have the same key.
-    """
+    """Return the values of all sources, and the source that has a "step"."""
     owners = {"time": "the record", HEADER: "the record"}
     values: dict[str, object] = {}
     counter = None
@@ -356,7 +344,7 @@ def _collect_values(sources: tuple[Source, ...]) -> tuple[dict[str, object], Sou
 
 
 class PendingNumber:
-    """A number on a GPU that is being copied to the host in the background."""
+    """A number on a GPU while an asynchronous copy to the host runs."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._host = value.to("cpu", non_blocking=True)  # returns before the copy is done
@@ -382,15 +370,14 @@ def to_number(value: SupportsFloat) -> int | float | PendingNumber:
 
 
 def is_number(value: object) -> bool:
-    """Return whether the record can take the value as a number: plain, or a tensor of one."""
     if not isinstance(value, torch.Tensor):
         return isinstance(value, Real)
-    # Reading a DTensor takes a collective, and only the rank that writes would call it.
+    # Reading a DTensor requires a collective, but only the writing rank would call it.
     return value.numel() == 1 and not value.is_complex() and not hasattr(value, "full_tensor")
 
 
 def to_plain_json(value: object) -> object:
-    """Return finite numbers, texts, lists and dicts as they are, and the text of anything else."""
+    """Convert values that JSON cannot represent to text."""
     if isinstance(value, Mapping):
         return {str(key): to_plain_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -406,7 +393,7 @@ def to_plain_json(value: object) -> object:
 
 
 def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
-    """Return a descriptor to append to, and the last line of a continued record."""
+    """Return a descriptor for appending, and the last line of a continued record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if mode == "new":
@@ -418,8 +405,8 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
         if mode == "overwrite":
             last = None
             end = 0
-        _lock_record(file, path)  # again: reading gave it back, as any close() of the file does
-        os.ftruncate(file, end)  # drops a line that was cut off
+        _lock_record(file, path)  # again, because any close() of the file releases the lock
+        os.ftruncate(file, end)  # drops an incomplete line
     except BaseException:
         os.close(file)
         raise
@@ -427,22 +414,21 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
 
 
 def _lock_record(file: int, path: Path) -> None:
-    """Let no other process write this record. The lock ends with this process, however it ends."""
+    """Lock the record against other processes until this process ends."""
     if fcntl is None:
         return
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise ValueError(
-            f"another process is writing {path}, and the lines of two runs would mix. "
-            "Give each run a path of its own."
+            f"another process is writing {path}, and would mix its lines with the lines of this "
+            "run. Give each run a separate path."
         ) from None
     except OSError:
         pass  # a file system without locks
 
 
 def _last_line(path: Path) -> tuple[Line | None, int]:
-    """Return the last complete line of a record, and the offset at which it ends."""
     last = b""
     end = 0
     number = 0
@@ -462,7 +448,6 @@ def _last_line(path: Path) -> tuple[Line | None, int]:
 
 
 def append_line(file: int, path: Path, line: Line) -> None:
-    """Write one whole line in a single call."""
     data = _to_json(line).encode() + b"\n"
     try:
         written = os.write(file, data)
@@ -470,21 +455,20 @@ def append_line(file: int, path: Path, line: Line) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         written = 0
-    if written < len(data):  # the disk is full: take back what was written of the line
+    if written < len(data):  # the disk is full: remove the incomplete line
         os.ftruncate(file, os.fstat(file).st_size - written)
         raise OSError(errno.ENOSPC, "no space left for the next line", str(path))
 
 
 def _to_json(line: Line) -> str:
-    """Return the line as JSON, which has no NaN and no infinity: these become texts."""
     try:
         return _encode(line)
-    except ValueError:  # a number is not finite; checking every line beforehand would cost more
+    except ValueError:  # a number is not finite; checking each line in advance would cost more
         return _encode(to_plain_json(line))
 
 
 class _LastPass:
-    """When the last backward pass ended; None before the first one of a step."""
+    """The end of the last backward pass; None before the first pass of a step."""
 
     def __init__(self) -> None:
         self.ended: float | None = None
@@ -497,7 +481,7 @@ class _LastPass:
 
 
 class StepTiming:
-    """Measure what the time of a step goes into: a source for `Record`.
+    """Measure how each step spends its time: a source for `Record`.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(4, 1)
@@ -512,14 +496,14 @@ class StepTiming:
     >>> list(times.snapshot())
     ['loading_seconds', 'compute_seconds', 'sync_seconds', 'update_seconds']
 
-    `loading` is the wait for the next batch, `compute` forward and backward passes, `sync` the wait
-    for other ranks before the step, `update` the optimizer's step. Each is the seconds of this rank
-    since the last line. Nothing is sent, and no tensor is read.
+    `loading` is the wait for the next batch, `compute` the forward and backward passes, `sync` the
+    wait for other ranks before the step, and `update` the optimizer's step, in seconds of this rank
+    since the last line. The measurement sends no messages and reads no tensors.
 
-    Surprises. On a GPU these are the host's seconds: it runs ahead of the GPU, and the time of the
-    GPU's work shows where the host waits for it, mostly in `sync`. What DDP sends while the
-    backward pass still computes costs nothing, and is not in `sync`. With
-    `FullyShardedDataParallel` all sending is inside the passes: `sync` is part of `compute`.
+    On a GPU these are seconds of the host, which runs ahead of the GPU. The GPU's work appears
+    where the host waits for the GPU, mostly in `sync`. Communication of DDP that overlaps with the
+    backward pass is not in `sync`. `FullyShardedDataParallel` communicates during the passes, so
+    `sync` is part of `compute`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -530,18 +514,18 @@ class StepTiming:
         if not trained:
             raise ValueError("the optimizer has no parameter that requires a gradient.")
         self._seconds = dict.fromkeys(KINDS, 0.0)
-        self._mark = time.perf_counter()  # the end of the last step, or the last look
+        self._mark = time.perf_counter()  # the end of the last step or snapshot
         self._last_pass = _LastPass()
         self._step_began = 0.0
-        # The last parameter's gradient is the first one in most backward passes. The callback that
-        # is queued then runs before DDP's own, which waits for the other ranks.
+        # Most backward passes start with the gradient of the last parameter. A callback queued
+        # there runs before DDP's callback, which waits for other ranks.
         passes = BackwardPasses(self._last_pass, early=True)
         node = get_gradient_edge(trained[-1]).node
 
         def enter(_: tuple[Tensor, ...]) -> None:
             passes.enter(current_task())
 
-        self._node = node  # torch may drop an unused node, and its hooks with it
+        self._node = node  # keeps the hooks alive, because torch may free an unused node
         for handle in (
             node.register_prehook(enter),
             optimizer.register_step_pre_hook(weak_hook(self._begin_step)),
@@ -550,7 +534,7 @@ class StepTiming:
             weakref.finalize(self, handle.remove)
 
     def loading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches, and count the time of waiting for each as `loading`."""
+        """Yield the batches, and count the wait for each batch as `loading`."""
         iterator = iter(batches)
         while True:
             begin = time.perf_counter()
@@ -560,7 +544,7 @@ class StepTiming:
                 return
             finally:
                 self._seconds["loading"] += time.perf_counter() - begin
-                self._mark += time.perf_counter() - begin  # it is not `compute` as well
+                self._mark += time.perf_counter() - begin  # excluded from `compute`
             yield batch
 
     def snapshot(self) -> dict[str, float]:
@@ -572,7 +556,7 @@ class StepTiming:
         return seconds
 
     def _begin_step(self) -> None:
-        """As `optimizer.step` begins: the time until backward's end was compute, then sync."""
+        """Divide the time before the step into `compute` and `sync`, at the end of backward."""
         now = time.perf_counter()
         computed = self._last_pass.ended
         if computed is None:

@@ -1,6 +1,6 @@
-"""Read a record, a file of JSON lines from one or several starts, as one run.
+"""Read a record as a run.
 
-The file may come from a stranger, so each line is checked.
+Records may come from untrusted sources, so each line is validated.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ FORMAT_VERSION = 1
 HEADER = "manyhands"
 
 Line = dict[str, Any]  # plain JSON
-Header = dict[str, Any]  # a file may lack entries, except "version", "name", "keys" and "step"
+Header = dict[str, Any]  # requires "version", "name", "keys" and "step"
 
 
 _PROC = Path("/proc")
-_LARGEST = 2**53  # limit for a step and its seconds: floats are exact for whole numbers up to here
+_LARGEST = 2**53  # limit for steps and seconds: floats represent all smaller integers exactly
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A record that was read: its last header and its lines, one for each step.
+    """A record as read from a file: the last header, and a line per step.
 
     >>> import manyhands as mh
     >>> with mh.Record("runs/a.jsonl") as record:
@@ -53,7 +53,7 @@ class Run:
 
     @cached_property
     def columns(self) -> list[str]:
-        """The names of all columns; a list (one value per parameter group) gives "lr/0", "lr/1"."""
+        """The names of all columns. Lists (a value per parameter group) become "lr/0", "lr/1"."""
         columns: dict[str, object] = {}
         for line in self.lines:
             columns.update(to_columns(line))
@@ -61,7 +61,7 @@ class Run:
 
     @cached_property
     def own(self) -> list[str]:
-        """The columns of the user's own values."""
+        """The columns of the user's values."""
         keys: Line = {}
         for line in self.lines:
             keys.update(line)
@@ -70,9 +70,9 @@ class Run:
         return list(keys)
 
     def column(self, key: str) -> list[Any]:
-        """Return one value for each line, None for a line without the key.
+        """Return a value per line; None for lines without the key.
 
-        `column("lr")` gives a list per line, `column("lr/0")` the first group's number.
+        `column("lr")` contains lists, and `column("lr/0")` the numbers of the first group.
         """
         if any(key in line for line in self.lines):
             return [line.get(key) for line in self.lines]
@@ -91,20 +91,19 @@ class Run:
         return values
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a `pandas.DataFrame` with a row for each line and the columns of `columns`."""
+        """Return a `pandas.DataFrame` with a row per line and the columns of `columns`."""
         import pandas
 
         return pandas.DataFrame([dict(to_columns(row)) for row in self.lines], columns=self.columns)
 
 
 def read_record(path: str | os.PathLike[str]) -> Run:
-    """Read a record as one run, with one line for each step, however often it was resumed.
+    """Read a record as a single run with a line per step, however often it was resumed.
 
-    An incomplete last line (the run was stopped while writing, or is writing now) is ignored.
-    Any other damage is a `ValueError` that names the line.
+    An incomplete last line is ignored. Other damage raises a `ValueError` with the line number.
 
-    When a run is resumed, "time" continues from the last line that was kept: it is the time spent
-    on the steps that count.
+    After a resume, "time" continues from the last line that remains valid. Lines that the resumed
+    run repeats do not count.
 
     >>> import manyhands as mh
     >>> with mh.Record("runs/b.jsonl") as record:
@@ -115,7 +114,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     path = Path(file_path("path", path))
     header: Header | None = None
     lines: list[Line] = []
-    earlier = 0.0  # seconds of all starts before this one
+    earlier = 0.0  # seconds of all previous starts
     resumed = False
     with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -126,7 +125,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
                 header = line[HEADER]
                 resumed = True
                 continue
-            # The run went back to a checkpoint, so the later lines do not count any more.
+            # The run resumed from a checkpoint and repeats these lines.
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()
             if resumed:
@@ -145,8 +144,8 @@ def read_record(path: str | os.PathLike[str]) -> Run:
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file, and refuse anything else."""
-    # Opening a pipe could block, and reading a device might not end. Links are followed.
+    """Return a descriptor of a regular file, and raise for other files."""
+    # Opening a pipe could block, and a device might have no end. Links are followed.
     file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
@@ -155,13 +154,13 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def parse_line(raw: bytes, path: Path, number: int) -> Line:
-    """Read and check one line of a record. The file may come from a stranger."""
+    """Read and validate a line of a record."""
     try:
         line: Line = json.loads(raw)
         shallow = _is_shallow(line)
         if HEADER in line:
             version = line[HEADER]["version"]
-            # A later format may have other fields: say "version" then, and not "damaged".
+            # Headers of later formats may have different fields. Report the version, not damage.
             complete = version != FORMAT_VERSION or _is_header(line[HEADER])
         else:
             version = FORMAT_VERSION
@@ -191,7 +190,6 @@ def _is_header(header: Line) -> bool:
 
 
 def _is_shallow(value: object, levels: int = 32) -> bool:
-    """Return whether lists and dicts are nested in at most `levels` levels."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, list):
@@ -200,7 +198,7 @@ def _is_shallow(value: object, levels: int = 32) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    # type(), because isinstance would accept True.
+    # isinstance would accept True
     return type(value) is int and 0 <= value <= _LARGEST
 
 
@@ -213,7 +211,7 @@ def _restore_nonfinite(value: object) -> object:
 
 
 def to_columns(line: Line) -> Iterator[tuple[str, object]]:
-    """Yield ("lr", [1, 2]) as ("lr/0", 1) and ("lr/1", 2), and all other values unchanged."""
+    """Yield ("lr", [1, 2]) as ("lr/0", 1) and ("lr/1", 2), and other values unchanged."""
     for key, value in line.items():
         if isinstance(value, list):
             for index, entry in enumerate(value):
@@ -223,37 +221,35 @@ def to_columns(line: Line) -> Iterator[tuple[str, object]]:
 
 
 def not_a_record(path: Path) -> str:
-    return f"{path} is not a record of manyhands: it does not begin with a record's header."
+    return f"{path} is not a record of manyhands: the header is missing."
 
 
 def to_positive(value: object) -> float | None:
-    """Return a finite number above 0, or None for anything else."""
     if type(value) in (int, float) and 0 < value < _LARGEST:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
     return None
 
 
 def count_small_batches(header: Mapping[str, object], line: Mapping[str, object]) -> float:
-    """Return the small batches in a line's step; without a scale, one for each worker."""
+    """Return the small batches in a line's step: the scale, or the number of workers."""
     workers = to_positive(header.get("workers")) or 1.0
     scale = to_positive(line.get("scale", line.get("batch_scale")))
     if scale is None:
         return workers
-    if workers > 1 and "rounds" in line:  # in blocks, the scale is that of one worker
+    if workers > 1 and "rounds" in line:  # in blocks, the scale describes a single worker
         return scale * (to_positive(line.get("workers")) or 1.0)
     return scale
 
 
 # -- the process that writes -----------------------------------------------------------------------
 
-# Process numbers are reused, and processes of another machine cannot be seen. So the identity has
-# four parts: the boot of the kernel, the namespace of process numbers (each container has one), the
-# number, and the start of the process in the kernel's clock ticks. Linux has them in /proc. On
-# other systems, and from another machine, the state of a process is unknown.
+# Process numbers are reused, and are unique only within a machine and container. An identity
+# therefore consists of the boot of the kernel, the namespace of process numbers, the number, and
+# the start of the process in clock ticks. Linux provides these in /proc. On other systems, and from
+# other machines, the state of a process is unknown.
 
 
 def this_process() -> dict[str, object]:
-    """Return this process's identity, in plain JSON."""
     return {
         "host": platform.node(),
         "pid": os.getpid(),
@@ -263,7 +259,7 @@ def this_process() -> dict[str, object]:
 
 
 def is_alive(process: object) -> bool | None:
-    """Return whether a process of `this_process` runs; None if that cannot be seen from here."""
+    """Return whether a process of `this_process` is running; None if unknown."""
     if not isinstance(process, dict):
         return None
     pid = process.get("pid")
@@ -272,12 +268,11 @@ def is_alive(process: object) -> bool | None:
     if type(pid) is not int or type(started) is not int or None in here.values():
         return None
     if here != {key: process.get(key) for key in here}:
-        return None  # on another machine, in another container, or before this machine's start
+        return None  # on another machine, in another container, or before a reboot
     return _start_of_process(pid) == started
 
 
 def _pid_space() -> dict[str, str | None]:
-    """Return the boot and the namespace, within which process numbers are unique."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return {"boot": boot, "namespace": os.readlink(_PROC / "self/ns/pid")}
@@ -286,12 +281,12 @@ def _pid_space() -> dict[str, str | None]:
 
 
 def _start_of_process(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since the machine's start; None if it ended."""
+    """Return the start of a process in clock ticks since boot; None if the process has ended."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    # "1234 (name) S ...": the name may have spaces and brackets, too
+    # "1234 (name) S ...": the name may contain spaces and brackets
     state, *fields = stat.rpartition(")")[2].split()
     if state in "ZX":  # a zombie has ended
         return None

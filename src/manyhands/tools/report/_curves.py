@@ -1,13 +1,12 @@
-"""Turn the columns of a run into curves: convert, smooth, thin out, and choose a scale.
+"""Convert columns of a run to curves: thin, smooth, and choose a scale.
 
-    thin           Cut the curve into equal intervals, and keep the lowest and the highest value of
-                   each. A single spike in a million steps stays visible; it would be lost if every
-                   tenth value were drawn.
-    running_mean   Smooth a noisy curve: the mean of the values around each value.
-    choose_scale   Keep a run that diverges from flattening all other curves of its figure.
+    thin           Keep the lowest and the highest value of equal intervals, so that a single spike
+                   in a million steps stays visible.
+    running_mean   Smooth a noisy curve with a centred mean.
+    choose_scale   Prevent a diverging run from flattening all other curves of a figure.
 
-A value is None where a line of the record does not have the value. Records may come from strangers:
-`numbers` lets no text through.
+A value is None where the record's line has no such value. Records may come from untrusted sources:
+`numbers` removes text.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from typing import TypeAlias
 from manyhands.tools.record import Run
 from manyhands.tools.record._run import count_small_batches, to_positive
 
-Values: TypeAlias = list[float | None]  # one for each line of a record
+Values: TypeAlias = list[float | None]  # a value per line of a record
 
 THROUGHPUT = "throughput"  # a computed column
-# Columns that are drawn dotted in the figure of another column, and their names there.
+# Columns drawn as dotted curves in the figure of another column, and the labels there.
 DOTTED = {"scale": ("target_scale", "target"), "step_seconds": ("predicted_seconds", "predicted")}
-WINDOWS = {"0.5 %": 0.005, "2 %": 0.02, "10 %": 0.1}  # fractions of the run, for running means
-WINDOW = 0.02  # the page's first choice
+WINDOWS = {"0.5 %": 0.005, "2 %": 0.02, "10 %": 0.1}  # of running means, as fractions of the run
+WINDOW = 0.02  # initial choice
 _DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
-_LONG = 200  # a curve of more values is also drawn as its running mean
-_POINTS = 2000  # of a curve, about
-_FEWER = 4  # a running mean is drawn with a quarter of the points
-_INTERVALS = 200  # intervals of the run in which the throughput is measured
+_LONG = 200  # a curve with more values is also drawn as a running mean
+_POINTS = 2000  # approximate points of a curve
+_FEWER = 4  # a running mean has this many times fewer points
+_INTERVALS = 200  # intervals of the run for measuring the throughput
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line in a figure; `x` has one list for each axis that the reader can choose.
+    """A line in a figure; `x` has a list per axis that the reader can choose.
 
-    `window` is that of a running mean, 0 for the values under a running mean, and None for a curve
-    that is not smoothed.
+    `window` is the window of a running mean, 0 for the values behind a running mean, and None for
+    curves without smoothing.
     """
 
     run: int
@@ -54,12 +53,11 @@ class Curve:
 
 
 def batch_size(run: Run) -> float | None:
-    """Return the samples of a small batch, if the record has a valid number."""
     return to_positive(run.header.get("batch_size"))
 
 
 def samples(run: Run) -> Values:
-    """Return the samples seen up to each line: None without a batch size."""
+    """Return the samples seen up to each line, or None without a batch size."""
     size = batch_size(run)
     if size is None:
         return [None] * len(run.lines)
@@ -73,16 +71,11 @@ def samples(run: Run) -> Values:
     return found
 
 
-def work_done(run: Run) -> Values:
-    """Return the samples seen up to each line; the steps, if the batch size is unknown."""
-    if batch_size(run) is None:
-        return numbers(run, "step")
-    return samples(run)
-
-
 def throughput(run: Run) -> Values:
-    """Return the rate in equal intervals of the run, at the last line of each interval."""
-    done = work_done(run)
+    """Return samples or steps per second in equal intervals, at the last line of each interval."""
+    done = samples(run)
+    if batch_size(run) is None:
+        done = numbers(run, "step")
     times = numbers(run, "time")
     rates: Values = [None] * len(run.lines)
     last = len(run.lines) - 1
@@ -95,18 +88,18 @@ def throughput(run: Run) -> Values:
 
 
 def numbers(run: Run, column: str) -> Values:
-    """Return a column with None for every value that is not a number, also if it is missing."""
-    # A record may come from a stranger. No text of its values gets past this function.
+    """Return a column in which every value that is missing or not a number is None."""
+    # Text of an untrusted record must not pass this function.
     if column not in run.columns:
         return [None] * len(run.lines)
     return [_to_number(value) for value in run.column(column)]
 
 
 def _to_number(value: object) -> float | None:
-    """Return a number within the range of floats or infinity, and None for anything else."""
+    """Return a number within the range of floats, infinity, or None for other values."""
     if not isinstance(value, int | float):
         return None
-    if value > sys.float_info.max:  # also a whole number beyond all floats
+    if value > sys.float_info.max:  # includes integers outside the range of floats
         return math.inf
     if value < -sys.float_info.max:
         return -math.inf
@@ -114,7 +107,7 @@ def _to_number(value: object) -> float | None:
 
 
 def progress_values(run: Run) -> Values | None:
-    """Return the progress of each line, or None if no line has a progress."""
+    """Return the progress of each line, or None if no line has progress."""
     values = numbers(run, "progress")
     if not any(value is not None for value in values):
         return None
@@ -122,15 +115,15 @@ def progress_values(run: Run) -> Values | None:
 
 
 def curves_of(key: str, index: int, run: Run, label: str) -> list[Curve]:
-    """Return all curves of one run in the figure of `key`, thinned out."""
+    """Return all curves of a run in the figure of `key`, thinned."""
     curves: list[Curve] = []
     positions = _positions(run)
 
     def draw(groups: list[Values], label: str, dash: str = "", window: float | None = None) -> None:
-        """Add a curve for each parameter group."""
+        """Add a curve per parameter group."""
         distinct: list[Values] = []
         for group in groups:
-            if group not in distinct:  # equal curves would cover each other
+            if group not in distinct:  # equal curves would hide each other
                 distinct.append(group)
         points = _POINTS
         if window:
@@ -154,13 +147,13 @@ def curves_of(key: str, index: int, run: Run, label: str) -> list[Curve]:
     if key == "lr":
         factors = _groups_of(run, "factor")
     if factors:
-        # The rate in use is the schedule's, for the small batch, times the rule's factor.
+        # The applied rate is the small-batch rate of the schedule, multiplied by the rule's factor.
         applied: list[Values] = []
         for rate, factor in zip(groups, factors, strict=False):
             applied.append(_product(rate, factor))
         draw(applied, label)
         draw(groups, f"{label}, small batch", dash="dot")
-    elif key in run.own and any(_is_long(group) for group in groups):
+    elif key in run.own and any(len(group) - group.count(None) > _LONG for group in groups):
         draw(groups, label, window=0.0)
         for window in WINDOWS.values():
             draw([running_mean(group, window) for group in groups], label, window=window)
@@ -174,12 +167,8 @@ def curves_of(key: str, index: int, run: Run, label: str) -> list[Curve]:
     return curves
 
 
-def _is_long(values: Values) -> bool:
-    return len(values) - values.count(None) > _LONG
-
-
 def _groups_of(run: Run, key: str) -> list[Values]:
-    """Return the values of `key`, or those of each parameter group."""
+    """Return the values of `key` for each parameter group."""
     columns = set(run.columns)  # a list would be searched for each group
     groups = []
     if key in columns:
@@ -193,7 +182,6 @@ def _groups_of(run: Run, key: str) -> list[Values]:
 
 
 def _positions(run: Run) -> dict[str, Values]:
-    """Return the position of each line on each of the axes that a reader can choose."""
     steps = numbers(run, "step")
     return {
         "progress": progress_values(run) or steps,
@@ -213,19 +201,19 @@ def _product(first: Values, second: Values) -> Values:
     return products
 
 
-# -- one curve, in plain numbers -------------------------------------------------------------------
+# -- a curve in plain numbers ----------------------------------------------------------------------
 
-_TRIMMED = 0.02  # fraction of a curve's values at either end that does not count towards the range
-_FEWEST = 20  # a curve of fewer values is not trimmed
-_FLATTENED = 4.0  # values are cut off if the curves are this much higher than the trimmed curves
-_FLAT = 0.1  # fraction of the figure's height; a lower typical curve asks for a log scale
-_SPREAD = 10.0  # highest over lowest value from which a log scale separates the curves
+_TRIMMED = 0.02  # fraction of values at each end that the range of a curve ignores
+_FEWEST = 20  # a curve with fewer values is not trimmed
+_FLATTENED = 4.0  # values are cut off if the full range exceeds the trimmed range by this factor
+_FLAT = 0.1  # fraction of the figure's height; flatter typical curves require a log scale
+_SPREAD = 10.0  # ratio of highest to lowest value from which a log scale separates the curves
 
 
 def thin(values: Sequence[float | None], most: int = _POINTS) -> list[int]:
-    """Return the indices of about `most` values to draw. None is left out.
+    """Return the indices of about `most` values to draw, without None.
 
-    The first value of an interval that is not finite stays too: it is drawn as a gap.
+    The first infinity or NaN of an interval stays, and is drawn as a gap.
 
     >>> thin([3.0, None, 1.0])
     [0, 2]
@@ -236,7 +224,7 @@ def thin(values: Sequence[float | None], most: int = _POINTS) -> list[int]:
     if len(present) <= most:
         return present
     keep = {present[0], present[-1]}
-    intervals = max(1, most // 2)  # two values of each are kept
+    intervals = max(1, most // 2)  # two values per interval stay
     edges = [len(present) * edge // intervals for edge in range(intervals + 1)]
     for start, end in pairwise(edges):
         finite = []
@@ -254,16 +242,16 @@ def thin(values: Sequence[float | None], most: int = _POINTS) -> list[int]:
 
 
 def running_mean(values: Sequence[float | None], window: float) -> Values:
-    """Return at each value the mean of the values around it; None stays None.
+    """Return the mean around each value; None stays None.
 
-    `window` is a fraction of the curve. Values that are not finite are left out of every mean. At
-    both ends the window shrinks, so that it stays centred on its value.
+    `window` is a fraction of the curve. Infinities and NaN are excluded. At both ends the window
+    shrinks and stays centred.
 
     >>> running_mean([1.0, 2.0, None, 6.0, 7.0], window=0.75)
     [1.0, 3.0, None, 5.0, 7.0]
     """
     present: list[int] = []
-    sums = [0.0]  # of the first n values: a window's sum is a difference of two
+    sums = [0.0]  # of the first n values, so that each window is a difference of two sums
     for index, value in enumerate(values):
         if value is not None and math.isfinite(value):
             present.append(index)
@@ -279,10 +267,10 @@ def running_mean(values: Sequence[float | None], window: float) -> Values:
 
 
 def choose_scale(curves: Sequence[Sequence[float]]) -> tuple[bool, tuple[float, float] | None]:
-    """Return whether a figure of these curves needs a log scale, and the range to show, or None.
+    """Return whether the curves need a log scale, and the vertical range or None.
 
-    A short spike is cut off. A run that diverged many steps ago is shown with the other runs on a
-    log scale. Curves that a linear scale shows well get neither.
+    A short spike is cut off. A run that diverged many steps ago gets a log scale. Other figures get
+    neither.
 
     >>> choose_scale([[1.0 + 0.01 * step for step in range(100)] + [80.0]])
     (False, (1.0, 2.91))
@@ -293,7 +281,7 @@ def choose_scale(curves: Sequence[Sequence[float]]) -> tuple[bool, tuple[float, 
     """
     lowest = math.inf
     highest = -math.inf
-    low = math.inf  # of the trimmed curves
+    low = math.inf  # of trimmed curves
     high = -math.inf
     heights = []
     for curve in curves:
@@ -309,20 +297,20 @@ def choose_scale(curves: Sequence[Sequence[float]]) -> tuple[bool, tuple[float, 
     if not heights:
         return False, None
     height = high - low
-    # The typical curve decides, so a curve that diverges does not hide that all others are flat.
+    # Use the typical height, so that a diverging curve does not hide that all others are flat.
     typical = median_low(heights)
     if lowest > 0 and highest > _SPREAD * lowest and 0 < typical < _FLAT * height:
         return True, None
     if not (0 < _FLATTENED * height < highest - lowest < math.inf):
         return False, None
-    # Show one more height on each side, so that a curve's steep start stays visible.
+    # Add a height on each side, so that the steep start of a curve stays visible.
     bottom = max(lowest, low - height)
     top = min(highest, high + height)
     return False, (float(f"{bottom:.6g}"), float(f"{top:.6g}"))
 
 
 def trim(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest of sorted values, without the outermost at either end."""
+    """Return the lowest and highest of sorted values, without the outermost values."""
     cut = 0
     if len(values) >= _FEWEST:
         cut = math.ceil(_TRIMMED * len(values))

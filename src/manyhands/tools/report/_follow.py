@@ -1,17 +1,14 @@
-"""Read records while they grow, and find silent workers.
+"""Read growing records, and detect silent workers.
 
     waiting   the file has no line yet
-    running   lines are written
-    silent    no line for more than SILENT seconds, and for more than SILENT_TIMES the usual time
-              between two lines
-    died      the process has ended, and the record was not closed
+    running   lines are being written
+    silent    no line for more than SILENT seconds and more than SILENT_TIMES the usual interval
+    died      the process ended without closing the record
     failed    an exception closed the record
     ended     the record was closed
     damaged   the file is not a record, or cannot be read
 
-The death of a process is noticed only on the same machine and in the same container.
-
-A changed file is read again from the start, since drawing a page takes longer.
+The death of a process is detected only on the same machine and in the same container.
 """
 
 from __future__ import annotations
@@ -33,34 +30,34 @@ from manyhands.tools.report._curves import numbers
 State = Literal["waiting", "running", "silent", "died", "failed", "ended", "damaged"]
 
 SUFFIX = ".jsonl"
-SILENT = 30.0  # seconds without a line
-SILENT_TIMES = 10.0  # usual times between two lines
-RECENT = 60.0  # seconds of training in which the speed is measured
-RECENT_LINES = 10  # the fewest lines in which the speed is measured
-GAPS = 50  # the last times between two lines, whose median is usual
+SILENT = 30.0  # seconds since the last line
+SILENT_TIMES = 10.0  # intervals since the last line
+RECENT = 60.0  # seconds of training for measuring the speed
+RECENT_LINES = 10  # minimum lines for measuring the speed
+GAPS = 50  # number of recent intervals; their median is the usual interval
 
 
 @dataclass(frozen=True)
 class WorkerState:
-    """The state of one worker, from its record."""
+    """The state of a worker according to its record."""
 
     path: Path
     state: State
-    text: str = ""  # the reason for the state
-    run: Run | None = None  # None: the file has no line yet, or cannot be read
+    text: str = ""  # the reason
+    run: Run | None = None  # None if the file has no line or cannot be read
     age: float | None = None  # seconds since the last line
     left: float | None = None  # seconds until the end of training
 
 
 class FollowedRecords:
-    """Read records, and all records that appear in folders."""
+    """Read records, including all records that appear in folders."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._read: dict[Path, tuple[os.stat_result, Run]] = {}
 
     def states(self, now: float | None = None) -> list[WorkerState]:
-        """Read the records that have changed, and return the state of each worker at `now`."""
+        """Read changed records, and return the state of each worker at time `now`."""
         if now is None:
             now = time.time()
         return [self._state_of(path, now) for path in self._find()]
@@ -99,7 +96,7 @@ class FollowedRecords:
 
 
 def judge(run: Run, age: float) -> tuple[State, str]:
-    """Return the state of a worker `age` seconds after its last line, and the reason."""
+    """Return the state of a worker `age` seconds after the last line, and the reason."""
     header = run.header
     if "ended" in header:
         error = header.get("error")
@@ -108,11 +105,11 @@ def judge(run: Run, age: float) -> tuple[State, str]:
         return "ended", f"ended {header['ended']}"
     alive = is_alive(header.get("process"))
     if alive is False:
-        return "died", "the process has ended, and the record was not closed"
+        return "died", "the process has ended without closing the record"
     usual = usual_gap(run)
     if age <= SILENT or (usual is not None and age <= SILENT_TIMES * usual):
         return "running", ""
-    known = "the process cannot be seen from this machine"
+    known = "the process is not visible from this machine"
     if alive:
         known = "the process runs"
     if usual is None:
@@ -121,7 +118,7 @@ def judge(run: Run, age: float) -> tuple[State, str]:
 
 
 def usual_gap(run: Run) -> float | None:
-    """Return the usual seconds from one line to the next; None with fewer than two lines."""
+    """Return the median interval between lines; None with fewer than two lines."""
     times = [line["time"] for line in run.lines[-GAPS:]]
     if len(times) < 2:
         return None
@@ -129,7 +126,7 @@ def usual_gap(run: Run) -> float | None:
 
 
 def seconds_left(run: Run) -> float | None:
-    """Return the seconds until the run reaches `until` at its present speed, if known."""
+    """Return the seconds until the run reaches `until` at the current speed, if known."""
     until = to_positive(run.header.get("until"))
     if until is None or len(run.lines) < 2:
         return None

@@ -1,7 +1,7 @@
-"""Write one HTML file: a table with a row for each run, and a figure for each panel.
+"""Write an HTML file with a table of all runs and a figure for each panel.
 
-plotly draws in the reader's browser. `page.js` passes the figures to plotly, and again after each
-choice of the reader.
+plotly draws in the reader's browser: `page.js` passes the figures to plotly after each choice of
+the reader.
 """
 
 from __future__ import annotations
@@ -18,21 +18,28 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from manyhands.tools.record import Run, read_record
-from manyhands.tools.report._curves import WINDOW, WINDOWS, batch_size, numbers, work_done
+from manyhands.tools.report._curves import (
+    WINDOW,
+    WINDOWS,
+    Values,
+    batch_size,
+    numbers,
+    samples,
+)
 from manyhands.tools.report._follow import WorkerState
 from manyhands.tools.report._panels import Panel, axes, own_keys, panels
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-# Most colour-blind readers can tell these apart, on white and on black.
+# Colours that most colour-blind readers can distinguish, on white and on black.
 _COLOURS = ("#3d85c6", "#e07b00", "#1f9e77", "#c2569b", "#7d6bd6", "#b8960c", "#d1495b", "#2aa5bd")
 _AXES = {"progress": "progress", "step": "steps", "samples": "samples", "time": "time"}
 _HEIGHTS = {"best": "best fit", "all": "all values", "log": "log scale"}
 _SMOOTHING = {str(window): name for name, window in WINDOWS.items()} | {"0.0": "off"}
 _NO_VALUE = "–"
-_WITH_MARKERS = 40  # the most values of a curve whose points are marked
-# Parts of the names of values that are better if they are higher.
+_WITH_MARKERS = 40  # curves with at most this number of values have markers
+# Substrings in the names of values for which higher is better.
 _HIGHER = ("acc", "score", "reward", "auc", "f1", "bleu", "precision", "recall", "psnr", "return")
 
 RunOrPath = Run | str | os.PathLike[str]
@@ -44,7 +51,7 @@ def write_report(
     *,
     title: str = "Training runs",
 ) -> Path:
-    """Write one HTML page that compares `runs`: records, or the paths of their files.
+    """Write an HTML page that compares `runs`: records, or paths of records.
 
     >>> import tempfile, manyhands as mh
     >>> folder = tempfile.mkdtemp()
@@ -54,10 +61,10 @@ def write_report(
     >>> page.name
     'report.html'
 
-    A long curve is thinned out to about 2,000 points, in which a single spike stays visible. The
-    first vertical scale of each figure is one on which its curves can be distinguished, also if one
-    curve diverges. On the page, the reader can choose all values, a log scale, the smoothing and
-    the horizontal axis. A value that never changes is a row of a table.
+    Long curves are thinned to about 2,000 points, and single spikes stay visible. The initial
+    vertical scale of a figure separates the curves, even if a run diverges. The reader can choose
+    all values, a log scale, the smoothing and the horizontal axis. Values that never change are
+    rows of a table.
     """
     if isinstance(runs, Run | str | os.PathLike):
         runs = [runs]
@@ -71,7 +78,7 @@ def write_report(
     page = _render_page(read, title)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The name of a run may come from a path, which may hold bytes that are not text.
+    # A run's name may come from a path that is not valid text.
     path.write_text(page, encoding="utf-8", errors="replace")
     return path
 
@@ -79,9 +86,9 @@ def write_report(
 def write_following(
     workers: Sequence[WorkerState], path: Path, title: str, reload: float | None
 ) -> None:
-    """Replace the page at `path` atomically by a page with the states of the workers.
+    """Replace the page atomically by a page with the states of the workers.
 
-    The page reloads itself after `reload` seconds.
+    The page reloads after `reload` seconds.
     """
     runs = [worker.run for worker in workers if worker.run is not None]
     page = _render_page(runs, title, _worker_table(workers, runs, reload))
@@ -95,12 +102,12 @@ def write_following(
 
 
 def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
-    """Return the page as HTML, with the script and all figures inside."""
+    """Return the page as HTML, including scripts and figures."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ImportError(
-            'a report is drawn with plotly, which is not installed: pip install "manyhands[cli]"'
+            'a report needs plotly, which is not installed: pip install "manyhands[cli]"'
         ) from error
     labels = _labels_of_runs(runs)
     changing = []
@@ -129,14 +136,14 @@ def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
         constants=_constant_table(constant, labels),
         configuration=_configuration(runs, labels),
         plotly=get_plotlyjs(),
-        # Only "<" could end the script element early, and JSON has another way to write it.
+        # "<" could close the script element, but JSON can escape it.
         data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         script=(here / "page.js").read_text("utf-8"),
     )
 
 
 def _figure(panel: Panel) -> Figure:
-    """Return a plotly figure without colours and horizontal axis, which `page.js` adds."""
+    """Return a plotly figure. `page.js` adds colours and the horizontal axis."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure(
@@ -158,10 +165,10 @@ def _figure(panel: Panel) -> Figure:
         if len(curve.y) <= _WITH_MARKERS:
             mode = "lines+markers"
         opacity = 1.0
-        if curve.window == 0.0:  # under a running mean
+        if curve.window == 0.0:  # behind a running mean
             opacity = 0.25
         figure.add_scatter(
-            name=escape(curve.label),  # plotly reads names as HTML
+            name=escape(curve.label),  # plotly interprets names as HTML
             meta={"run": curve.run, "x": curve.x, "window": curve.window},
             y=curve.y,
             mode=mode,
@@ -178,7 +185,7 @@ def _colour(run: int) -> str:
 
 
 def _labels_of_runs(runs: list[Run]) -> list[str]:
-    """Return the runs' names, with the file and a number where runs have the same name."""
+    """Return distinct names: append the path, and a number if necessary."""
     names = [run.name for run in runs]
     paths = [run.path for run in runs]
     labels = []
@@ -193,7 +200,6 @@ def _labels_of_runs(runs: list[Run]) -> list[str]:
 
 
 def _figure_element(panel: Panel) -> str:
-    """Return the element in which the script draws a figure."""
     title = escape(panel.title)
     meaning = ""
     if panel.meaning:
@@ -214,14 +220,13 @@ def _choices(shown: Sequence[Panel], axes: dict[str, str]) -> str:
         return ""
     choices = _choice("axis", "Curves against", axes, next(iter(axes)))
     choices += _choice("height", "Heights", _HEIGHTS, "best")
-    # The values under a running mean come first.
+    # The values behind a running mean are the first curve.
     if any(panel.curves[0].window == 0.0 for panel in shown):
         choices += _choice("smoothing", "Smoothing", _SMOOTHING, str(WINDOW))
     return choices
 
 
 def _choice(name: str, legend: str, choices: dict[str, str], chosen: str) -> str:
-    """Return radio buttons."""
     buttons = ""
     for value, text in choices.items():
         attributes = f'type="radio" name="{name}" value="{value}"'
@@ -241,35 +246,30 @@ def _table(headings: Iterable[str], rows: Iterable[str], caption: str = "") -> s
 
 
 def _row(heading: str, cells: Iterable[object], kind: str = "") -> str:
-    """Return a row of a table. `heading` is HTML, and `cells` are text."""
+    """Return a table row. `heading` is HTML, and `cells` are text."""
     data = "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
     return f'<tr{kind}><th scope="row">{heading}</th>{data}</tr>'
 
 
 def _summary_table(runs: list[Run], labels: list[str]) -> str:
-    """Return the first table of a page: a row for each run, with a box to hide the run."""
+    """Return the first table: a row per run, with a checkbox to hide the run."""
     own = own_keys(runs)
-    sized = [batch_size(run) is not None for run in runs]
     rate = "steps/s"
-    if all(sized):
+    if all(batch_size(run) is not None for run in runs):
         rate = "samples/s"
-    elif any(sized):
-        rate = "per second"
     headings = ["run", "steps", "progress", "time", rate, "average gain", "skipped", "not finite"]
     for key in own:
         headings += [f"last {key}", f"{_best_word(key)} {key}"]
     rows = []
     for number, run in enumerate(runs):
-        unit = ""
-        if rate == "per second":
-            unit = " steps"
-            if sized[number]:
-                unit = " samples"
+        done = numbers(run, "step")
+        if rate == "samples/s":
+            done = samples(run)
         cells = [
             _last_cell(run, "step"),
             _last_cell(run, "progress"),
             format_duration(_last_value(run, "time")),
-            _rate_cell(run, unit),
+            _rate_cell(run, done),
             _mean_cell(run, "gain"),
             _last_cell(run, "skipped"),
             _last_cell(run, "nonfinite"),
@@ -284,7 +284,7 @@ def _summary_table(runs: list[Run], labels: list[str]) -> str:
 
 
 def _worker_table(workers: Sequence[WorkerState], runs: list[Run], reload: float | None) -> str:
-    """Return a table of the states: a row for each worker, also for records without a run."""
+    """Return the table of worker states, including records without a run."""
     labels = {}
     for run, label in zip(runs, _labels_of_runs(runs), strict=True):
         labels[run.path] = label
@@ -305,12 +305,12 @@ def _worker_table(workers: Sequence[WorkerState], runs: list[Run], reload: float
 
 
 def _constant_table(shown: Sequence[Panel], labels: list[str]) -> str:
-    """Return a table of the values that never change: a row for each, a column for each run."""
+    """Return the table of values that never change: a row per value, a column per run."""
     if not shown:
         return ""
     rows = []
     for panel in shown:
-        cells: list[dict[str, None]] = [{} for _ in labels]  # each value once
+        cells: list[dict[str, None]] = [{} for _ in labels]  # distinct values, in order
         for curve in panel.curves:
             cell = _format_cell(curve.y[0])
             if curve.dash == "dot":
@@ -323,7 +323,7 @@ def _constant_table(shown: Sequence[Panel], labels: list[str]) -> str:
 
 
 def _configuration(runs: list[Run], labels: list[str]) -> str:
-    """Return the runs' options, folded away."""
+    """Return the runs' options in a collapsed section."""
     parts = ""
     for run, label in zip(runs, labels, strict=True):
         facts: dict[str, object] = {}
@@ -369,15 +369,14 @@ def _best_cell(run: Run, key: str) -> str:
     return f"{_format_cell(best)} at {step:,}"
 
 
-def _rate_cell(run: Run, unit: str) -> str:
-    """Return samples per second from the first to the last line, or steps per second."""
+def _rate_cell(run: Run, done: Values) -> str:
+    """Return the rate of `done` per second, from the first to the last line."""
     if len(run.lines) < 2:
         return _NO_VALUE
-    done = work_done(run)
     seconds = run.lines[-1]["time"] - run.lines[0]["time"]
     if seconds <= 0:
         return _NO_VALUE
-    return _format_cell((done[-1] - done[0]) / seconds) + unit  # type: ignore[operator]
+    return _format_cell((done[-1] - done[0]) / seconds)  # type: ignore[operator]
 
 
 def _last_cell(run: Run, column: str) -> str:
@@ -392,7 +391,6 @@ def _last_value(run: Run, column: str) -> float | None:
 
 
 def _mean_cell(run: Run, column: str) -> str:
-    """Return the mean of the finite values."""
     finite = _finite_values(run, column)
     if not finite:
         return _NO_VALUE
@@ -405,7 +403,7 @@ def _finite_values(run: Run, column: str) -> list[float]:
 
 
 def _format_cell(value: float | None) -> str:
-    """Return a number with four digits, and counts and large numbers in full."""
+    """Return four digits, and counts and large numbers in full."""
     if value is None:
         return _NO_VALUE
     if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):

@@ -1,8 +1,7 @@
-"""Choose the figures of a page, the curves in each figure, and the vertical scales.
+"""Choose the figures of a page, their curves, and the vertical scales.
 
-The user's own values come first, then the values that every reader of a page wants, in the order of
-`_WELL_KNOWN`, then the values of other sources. A figure without values is left out. A figure in
-which no value changes becomes a row of a table (`constant`).
+The user's values come first, then well-known values in the order of `_WELL_KNOWN`, then the values
+of other sources. A figure in which no value changes becomes a row of a table (`constant`).
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from manyhands.tools.report._curves import (
     trim,
 )
 
-_WIDE = 100.0  # highest over lowest value from which a well-known figure has a log scale
+_WIDE = 100.0  # ratio of highest to lowest value from which figures may use a log scale
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure: the values of one key, for all runs.
+    """A figure: the values of a key for all runs.
 
-    `logarithmic` and `range` are the page's first vertical scale; a range of None shows all values.
-    Before the curves are there, `logarithmic` permits a log scale.
+    `logarithmic` and `range` are the initial vertical scale; range None shows all values. Without
+    curves, `logarithmic` permits a log scale.
     """
 
     key: str
@@ -43,7 +42,7 @@ class Panel:
 
     @property
     def constant(self) -> bool:
-        """Whether no curve of several values changes."""
+        """Whether every curve has several equal values."""
         return all(len(curve.y) > 1 and len(set(curve.y)) == 1 for curve in self.curves)
 
 
@@ -52,111 +51,110 @@ _WELL_KNOWN = (
         "gain",
         "Gain",
         "small-batch steps",
-        "The number of small-batch steps that one step was worth: 1 if more workers only repeat "
-        "each other, the scale if each of them counts in full.",
+        "The number of small-batch steps that a step was worth: 1 if more workers only repeat each "
+        "other, the scale if the work of each counts in full.",
     ),
     Panel(
         "noise_scale",
         "Noise scale",
         "small batches",
-        "The number of small batches whose mean gradient has as much signal as noise. Batches much "
-        "larger than this are not worth their price.",
+        "The number of small batches whose mean gradient contains equal signal and noise. Much "
+        "larger batches are not worth their cost.",
         logarithmic=True,
     ),
     Panel(
         "lr",
         "Learning rate",
         "learning rate",
-        "Solid: the rate that was applied. Dotted: the rate of the small batch, as your schedule "
-        "sets it.",
+        "Solid: the applied rate. Dotted: the rate of the small batch, as set by the schedule.",
         logarithmic=True,
     ),
     Panel(
         "scale",
         "Scale",
         "times the small batch",
-        "The size of a step's batch. Dotted: the size that Ramp moves towards.",
+        "The batch size of a step. Dotted: the target of Ramp.",
     ),
     Panel(
         "efficiency",
         "Efficiency",
         "samples at scale 1",
-        "What a sample of the batch was worth: 1 is as much as in the small batch.",
+        "The value of a sample in the batch; 1 is the value of a sample in the small batch.",
     ),
     Panel(
         "step_seconds",
         "Time of a step",
         "seconds",
-        "On the slowest rank. Dotted: as Ramp's fit predicts it.",
+        "On the slowest rank. Dotted: predicted by Ramp's fit.",
         logarithmic=True,
     ),
     Panel(
         THROUGHPUT,
         "Throughput",
         "a second",
-        "Samples a second; steps a second for a run whose record has no batch_size.",
+        "Samples per second; steps per second for a run without batch_size.",
     ),
     Panel(
-        "workers", "Workers", "workers", "How many took part. With blocks: in the last sync round."
+        "workers", "Workers", "workers", "Participating workers; in blocks, in the last sync round."
     ),
-    Panel("rounds", "Sync rounds", "rounds", "How many sync rounds of blocks there were so far."),
+    Panel("rounds", "Sync rounds", "rounds", "Sync rounds of blocks so far."),
     Panel("every", "Length of a block", "steps", "The local steps between two sync rounds."),
     Panel(
         "distance",
         "Distance of a block",
         "length of the vector",
-        "How far the workers' mean moved from the anchor in the last block.",
+        "Distance between the workers' mean and the anchor after the last block.",
     ),
     Panel(
         "spread",
         "Spread of the workers",
         "length of the vector",
-        "How far the workers were from their mean at the end of the last block. Much more than the "
-        "distance: the blocks are long for these learning rates.",
+        "Distance between the workers and their mean at the end of the last block. A much "
+        "larger spread than distance means that blocks are long for these learning rates.",
     ),
     Panel(
         "cosine",
         "Agreement of the workers",
         "cosine",
-        "1: all workers moved the same way in the last block. 0: their ways were unrelated, and "
-        "their mean is little more than one worker's work.",
+        "1: all workers moved in the same direction in the last block. 0: the directions were "
+        "unrelated, and the mean is worth little more than a single worker.",
     ),
     Panel(
         "waited",
         "Waiting for sync rounds",
         "seconds",
-        "How long the steps of this worker have waited for sync rounds, in all.",
+        "Total wait of this worker's steps for sync rounds.",
     ),
     Panel(
         "undone",
         "Undone rounds",
         "rounds",
-        "Sync rounds that were repeated because a worker was lost in them.",
+        "Sync rounds repeated after the loss of a worker.",
     ),
     Panel(
         "dropped",
         "Dropped steps",
         "steps",
-        "Steps of this worker that are in no mean: they came too late, or were not finite.",
+        "Steps of this worker that no mean includes, because they were late or not finite.",
     ),
     Panel(
         "left_out",
         "Left out of a mean",
         "workers",
-        "How often a worker's numbers were not finite, and were left out of a round's mean.",
+        "Number of times that a worker was excluded from a mean because of infinities or NaN.",
     ),
     Panel(
         "simple_noise_scale",
         "Simple noise scale",
         "samples",
-        "NoiseScale's estimate: the batch whose mean gradient has as much signal as noise.",
+        "NoiseScale's estimate: the batch whose mean gradient contains equal signal and noise.",
         logarithmic=True,
     ),
     Panel(
         "loading_seconds",
         "Time for loading",
         "seconds",
-        "The wait for batches, since the last line.",
+        "Waiting for batches, since the last line.",
     ),
     Panel(
         "compute_seconds",
@@ -178,14 +176,14 @@ _WELL_KNOWN = (
     ),
 )
 _NOT_DRAWN = {"step", "time", "progress", "factor", "sqr", "var", "passes", "members"}
-_NOT_DRAWN |= {"skipped", "nonfinite"}  # the table has them
-_NOT_DRAWN |= {"target_scale", "predicted_seconds"}  # dotted in other figures
+_NOT_DRAWN |= {"skipped", "nonfinite"}  # in the table
+_NOT_DRAWN |= {"target_scale", "predicted_seconds"}  # dotted curves of other figures
 _NOT_DRAWN |= {"batch_scale", "batch_passes", "batch_reason", "fixed_seconds", "pass_seconds"}
 _NOT_DRAWN |= {"simple_noise_scale_error"}
 
 
 def panels(runs: Sequence[Run], labels: Sequence[str]) -> list[Panel]:
-    """Return the figures for these runs, each with at least one curve."""
+    """Return all figures with at least one curve."""
     own = own_keys(runs)
     wanted = [Panel(key, key, key, logarithmic=True) for key in own]
     wanted += _WELL_KNOWN
@@ -204,7 +202,6 @@ def panels(runs: Sequence[Run], labels: Sequence[str]) -> list[Panel]:
 
 
 def own_keys(runs: Sequence[Run]) -> list[str]:
-    """Return the keys of the users' own values, each once."""
     keys: dict[str, None] = {}
     for run in runs:
         keys.update(dict.fromkeys(run.own))
@@ -212,7 +209,7 @@ def own_keys(runs: Sequence[Run]) -> list[str]:
 
 
 def axes(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the horizontal axes that a reader can choose, the best first, with their titles."""
+    """Return the titles of the horizontal axes, starting with the default axis."""
     begun = [run for run in runs if run.lines]
     with_progress = sum(progress_values(run) is not None for run in begun)
     with_samples = sum(batch_size(run) is not None for run in begun)
@@ -220,19 +217,19 @@ def axes(runs: Sequence[Run]) -> dict[str, str]:
     if with_progress:
         titles["progress"] = "Progress, in steps of the small batch"
         if with_progress < len(begun):
-            titles["progress"] += " (plain steps for a run without it)"
+            titles["progress"] += " (plain steps for runs without it)"
     titles["step"] = "Optimizer steps"
     titles["time"] = "Seconds since the start"
     if with_samples:
         titles["samples"] = "Samples"
         if with_samples < len(begun):
-            titles["samples"] += " (a run without batch_size is not drawn)"
+            titles["samples"] += " (runs without batch_size are not drawn)"
     return titles
 
 
 def unknown_panel(key: str) -> Panel:
-    """Return a figure for a key of another source."""
-    # The drift of one of several optimizers, such as cosine_Muon.
+    """Return the figure for a key of another source."""
+    # A key such as cosine_Muon is the drift of one optimizer.
     measure, _, optimizer = key.partition("_")
     for panel in _WELL_KNOWN:
         if optimizer and panel.key == measure in ("distance", "spread", "cosine"):
@@ -241,8 +238,8 @@ def unknown_panel(key: str) -> Panel:
 
 
 def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], own: bool) -> Panel:
-    """Return a panel with the curves of all runs, on a log scale if that shows more of them."""
-    faint: list[Curve] = []  # the values under a running mean
+    """Return the panel with the curves of all runs and a vertical scale."""
+    faint: list[Curve] = []  # values behind a running mean
     curves: list[Curve] = []
     heights: list[float] = []
     for index, run in enumerate(runs):
@@ -258,7 +255,7 @@ def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], own: 
     heights.sort()
     notes = [panel.meaning]
     if faint:
-        notes = ["Faint: all values. Full colour: their running mean, as the smoothing above says."]
+        notes = ["Faint: all values. Full colour: the running mean, with the smoothing above."]
     if {curve.dash for curve in curves} - {"solid", "dot"}:
         notes.append("Dashes: further parameter groups.")
     logarithmic, shown = choose_scale([curve.y for curve in curves])
@@ -266,7 +263,7 @@ def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], own: 
         low = heights[0]
         high = heights[-1]
         if own:
-            # A single odd number among a user's values does not decide.
+            # A single outlier among the user's values has no influence.
             low, high = trim(heights)
         if high > _WIDE * low:
             logarithmic = True

@@ -7,7 +7,7 @@ const logs = plots.map((plot) => plot.parentElement.querySelector(".log input"))
 
 const chosen = (name) => switches.find((input) => input.name === name && input.checked)?.value;
 
-// A figure's own scale ("best") has a range only if a few values would flatten all others.
+// The scale "best" has a range only if a few values would flatten the curves.
 function heights(yaxis, choice) {
   if (choice === "best") return yaxis;
   const { range, type, ...rest } = yaxis;
@@ -15,7 +15,7 @@ function heights(yaxis, choice) {
   return { ...rest, ...(choice === "log" ? log : { type: "linear" }), autorange: true };
 }
 
-// Of a curve and its running means, the reader has chosen one; the curve itself is faint under it.
+// Show the chosen running mean of a curve, above the faint curve of all values.
 function smoothed(trace, window) {
   const own = trace.meta.window;
   if (own === null || own === undefined || window === undefined) return trace;
@@ -55,7 +55,7 @@ function draw() {
   });
 }
 
-// A page that follows its runs reloads itself. The reader's choices must not be lost.
+// A page that follows runs reloads itself, and restores the reader's choices.
 function follow(workers) {
   const inputs = [...switches, ...boxes, ...logs.filter(Boolean)];
   const place = `choices ${location.pathname}`;
@@ -70,7 +70,7 @@ function follow(workers) {
     const seconds = Math.max(0, Math.round(Date.now() / 1000 - workers.dataset.written));
     workers.querySelector("caption span").textContent = `, ${seconds} s ago`;
   }, 1000);
-  // Not before the page is complete: only then does a browser return to where the reader was.
+  // Wait until the page is complete, because only then does a browser restore the scroll position.
   addEventListener("load", () => setTimeout(() => location.reload(), 1000 * workers.dataset.reload));
 }
 

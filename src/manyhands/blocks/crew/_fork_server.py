@@ -1,22 +1,23 @@
-"""Fork workers from a process that has torch imported: a fresh one needs seconds for that.
+"""Fork server: start workers without importing torch again. Linux only.
 
-    kept = KeptProcess(command, environment, preload=["transformers"])    in the launcher
-    worker = kept.fork({"MANYHANDS_WORKER": "3"})    None: start a fresh process instead
+    server = ForkServer(command, environment, preload=["transformers"], output=output)
+    worker = server.fork({"MANYHANDS_WORKER": "3"})    None: start a fresh process instead
 
-The kept process has one thread, and looks for others before each fork, since a fork copies only
-the thread that asks for it. It forks twice and does not wait for the worker, whose parent is then
-the launcher (a subreaper, prctl(2)). So the launcher reaps forked workers as it reaps fresh ones,
-with exit codes and signals, and whoever kills the kept process does nothing to a worker. The new
-worker waits until the launcher knows it: if the launcher has given up meanwhile, it ends.
+The fork server is a process that has imported torch and runs a single thread, which is checked
+before each fork because a fork copies only the calling thread. The server forks twice and does not
+wait for workers, so their parent becomes the launcher (a subreaper, prctl(2)). The launcher reaps
+forked workers like fresh processes, with exit codes and signals, and workers survive the death of
+the server. A new worker waits until the launcher knows the worker, and ends if the launcher has
+given up.
 
-A forked worker runs the script as `python SCRIPT.py` does: in `__main__`, with its own arguments,
-environment, output, session and random numbers. Linux only.
+A forked worker runs the script like `python SCRIPT.py`: in `__main__`, with separate arguments,
+environment, output, session and random numbers.
 
-Libraries read variables when they are imported, and the kept process has imported them already. So
-each worker that joins reports, in the store, which variables its script has changed until then. A
-worker is forked only if these variables have the same values in the kept process: because its
-imports set them as well, or because the script sets what is set already. Variables that say which
-process this is (`IDENTITY`) are not compared.
+Libraries read environment variables during import, and the server has already imported libraries.
+Workers therefore report in the store which variables their script has changed before joining. A
+worker is forked only if these variables have equal values in the server: because the server's
+imports set them as well, or because the script sets the existing value. Variables that identify a
+process (`IDENTITY`) are not compared.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ from manyhands.blocks.crew._processes import (
 )
 from manyhands.blocks.crew._store import PREFIX, Signer
 
-ANSWER = 1.0  # seconds in which the kept process forks, or is given up
-REPLACE = 10.0  # seconds from the start of a kept process until another may take its place
+ANSWER = 1.0  # seconds within which the server must fork
+REPLACE = 10.0  # seconds from the start of a server until it may be replaced
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
-MESSAGE = 1 << 17  # bytes of a message at most
+MESSAGE = 1 << 17  # bytes, maximum size of a message
 ENVIRONMENT = f"{PREFIX}environment/"  # key in the store, before a process number
 IDENTITY = re.compile(
     r"MANYHANDS_\w+|TORCHELASTIC_\w+|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)"
@@ -61,7 +62,7 @@ IDENTITY = re.compile(
 
 
 class ForkedProcess:
-    """A child of this process that it did not start, with the methods of `Popen`."""
+    """A forked worker, with the methods of `Popen`."""
 
     def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         self.pid = pid
@@ -87,7 +88,7 @@ class ForkedProcess:
 
 
 def changed_variables() -> dict[str, str | None]:
-    """Return the variables that this process has changed since its start; None: removed."""
+    """Return the variables that changed since the start of this process; None: removed."""
     try:
         pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:  # not Linux: nothing is forked
@@ -108,18 +109,18 @@ def describe_changes(signer: Signer) -> str:
 
 
 def _sign_value(signer: Signer, name: str, value: str | None) -> str:
-    # Whoever reads the store must not learn the value, which may be a password.
+    # The value may be a password, so do not store the value.
     return "" if value is None else signer.signature(ENVIRONMENT + name, os.fsencode(value))
 
 
 def pipes_of(process: subprocess.Popen[bytes] | ForkedProcess) -> tuple[IO[bytes], IO[bytes]]:
-    """Return the ends from which a process's output and errors are read."""
+    """Return the pipes of a process's output and errors."""
     assert process.stdout is not None and process.stderr is not None
     return process.stdout, process.stderr
 
 
-class KeptProcess:
-    """The launcher's side: the process that forks, and is replaced when it dies."""
+class ForkServer:
+    """The launcher's side of the fork server. A dead server process is replaced."""
 
     def __init__(
         self,
@@ -136,35 +137,34 @@ class KeptProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self.ready = False
-        self._changed: dict[str, str | None] = {}  # variables, by its imports
-        # Otherwise a forked worker's parent would be the system's first process.
+        self._changed: dict[str, str | None] = {}  # variables changed by imports in the server
+        # Without a subreaper, the parent of forked workers would be init.
         linux = sys.platform.startswith("linux")
         self._works = linux and ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0) == 0
 
     @property
     def pid(self) -> int | None:
-        """The process's id, while there is one."""
         return None if self._process is None else self._process.pid
 
     def watch(self) -> None:
-        """Start the process if there is none, and learn whether it is ready."""
+        """Start or replace the server process, and check whether it is ready."""
         if self._process is None:
             if self._works and time.monotonic() - self._began > REPLACE:
                 try:
                     self._start()
-                except OSError as error:  # such as too many processes: the workers go on
-                    self.give_up(f"none can be started: {error}")
+                except OSError as error:  # such as too many processes
+                    self.give_up(f"the fork server cannot be started: {error}")
         elif (code := self._process.poll()) is not None:
             if not self.ready and not killed_from_outside(code):
-                self.give_up(f"it ended with {how_it_ended(code)}")
-            self.close()  # another one takes its place
+                self.give_up(f"the fork server ended with {how_it_ended(code)}")
+            self.close()  # replaced later
         elif self._socket and not self.ready and select([self._socket], [], [], 0.0)[0]:
             changed = self._socket.recv(MESSAGE)
-            self.ready = bool(changed)  # or it has just ended
+            self.ready = bool(changed)  # empty if the server has just ended
             self._changed = json.loads(changed or "{}")
 
     def differences(self, described: str, signer: Signer) -> list[str]:
-        """Return the variables that a worker has changed and that have another value here."""
+        """Return the variables changed by a worker that have a different value in the server."""
         found = []
         for name, signature in json.loads(described).items():
             value = self._changed.get(name, self._environment.get(name))
@@ -173,7 +173,7 @@ class KeptProcess:
         return found
 
     def fork(self, environment: Mapping[str, str]) -> ForkedProcess | None:
-        """Fork a worker with these variables in addition; None if that cannot be done."""
+        """Fork a worker with these additional variables; None if impossible."""
         if not self.ready or self._socket is None:
             return None
         (out, out_end), (err, err_end), (go, begin) = (os.pipe() for _ in range(3))
@@ -193,11 +193,11 @@ class KeptProcess:
             self.close()
             return None
         finally:
-            for end in (*theirs, begin):  # a worker that was forked too late ends
+            for end in (*theirs, begin):  # a worker that starts too late reads the end and exits
                 os.close(end)
 
     def close(self) -> None:
-        """End the kept process. Its workers go on."""
+        """End the server. Its workers continue."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -213,7 +213,7 @@ class KeptProcess:
         self._socket.settimeout(ANSWER)
         tie = die_with_parent()
         (lifeline,) = tie["pass_fds"]
-        # A file, because the system limits the length of a single argument to 128 KiB.
+        # A file, because Linux limits the length of an argument to 128 KiB.
         with theirs, os.fdopen(os.memfd_create("manyhands"), "w+") as told:
             json.dump([theirs.fileno(), lifeline, self._command, self._preload], told)
             told.flush()
@@ -234,20 +234,20 @@ class KeptProcess:
             self._output.add(pipe, "kept", target)
 
     def give_up(self, why: str) -> None:
-        """End the kept process for good; say so once."""
+        """End the server permanently, with a message."""
         if self._works:
-            say(f"no worker is forked from now on ({why}): they are started afresh.")
+            say(f"no worker is forked from now on ({why}). Workers start as fresh processes.")
         self._works = False
         self.close()
 
 
-# -- in the kept process, and in the workers that it forks -----------------------------------------
+# -- in the server process and in forked workers ---------------------------------------------------
 
 
 def serve() -> None:
-    """Import the modules of workers, and fork one at each request; return when a worker is done.
+    """Import modules, and fork a worker per request. Return only in workers, after the script.
 
-    The launcher ends the kept process.
+    The launcher ends the server.
     """
     with os.fdopen(int(sys.argv[1])) as told:
         told.seek(0)
@@ -255,15 +255,15 @@ def serve() -> None:
     requests = socket.socket(fileno=number)
     launcher = os.getppid()
     sys.path[0] = os.getcwd() if command[1] == "-m" else str(Path(command[1]).resolve().parent)
-    # The first optimizer of a process imports torch._dynamo, which takes as long as torch itself.
+    # Creating the first optimizer imports torch._dynamo, which takes as long as importing torch.
     for module in ("torch", "torch._dynamo", "manyhands", *preload):
         importlib.import_module(module)
-    gc.freeze()  # or each worker copies the pages of all objects at its first collection
-    requests.send(json.dumps(changed_variables()).encode())  # it is ready
+    gc.freeze()  # prevents garbage collections of workers from copying the pages of all objects
+    requests.send(json.dumps(changed_variables()).encode())  # ready
     while True:
         request, ends, _, _ = socket.recv_fds(requests, MESSAGE, 3)
         if not request:
-            sys.exit()  # the launcher is gone
+            sys.exit()  # the launcher has ended
         if problem := _find_problem():
             requests.send(problem.encode())
         elif (between := os.fork()) != 0:
@@ -284,24 +284,24 @@ def serve() -> None:
 
 
 def _find_problem() -> str | None:
-    """Return why this process must not be forked."""
+    """Return the reason why this process must not be forked."""
     import torch
 
     if torch.cuda.is_initialized():
-        return "CUDA is in use in it"
+        return "CUDA is in use in the fork server"
     threads = len(os.listdir("/proc/self/task"))
-    return f"it has {threads} threads" if threads > 1 else None
+    return f"the fork server has {threads} threads" if threads > 1 else None
 
 
 def _take_over(environment: Mapping[str, str], out: int, err: int, begin: int) -> None:
-    """Become a separate worker: with its output, its environment and new random numbers."""
+    """Redirect output, set the environment, and seed random generators of a new worker."""
     import torch
 
     for number, end in enumerate((out, err), 1):
         os.dup2(end, number)
         os.close(end)
     if not os.read(begin, 1):
-        os._exit(1)  # the launcher has given up this process
+        os._exit(1)  # the launcher has given up
     os.close(begin)
     os.environ.update(environment)
     random.seed()
@@ -341,6 +341,6 @@ def run_as_main(command: Sequence[str]) -> None:
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next  # shown as if this file were not there
+            trace = trace.tb_next  # hide this file in the traceback
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
