@@ -20,7 +20,7 @@ from manyhands.tools.check._case import Case, Hypothesis
 from manyhands.tools.check._compare import Difference, compare, largest_size
 from manyhands.tools.check._gradient_causes import GRADIENT_CAUSES, weighted_otherwise
 from manyhands.tools.check._job import CheckedScript
-from manyhands.tools.check._processes import import_optimizers, new_interpreters, single_thread
+from manyhands.tools.check._processes import single_thread
 from manyhands.tools.check._rank_causes import BLOCK_CAUSES, RANK_CAUSES
 from manyhands.tools.check._records import Recording
 from manyhands.tools.check._report import (
@@ -59,13 +59,8 @@ def check_script(
     """
     job = CheckedScript(script, tuple(arguments), steps, float64 is not False, module)
     deadline = time.monotonic() + seconds
-    with (
-        single_thread(),
-        tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder,
-        new_interpreters(ranks - 1) as interpreters,
-    ):
-        import_optimizers()
-        runs = Runs(job, ranks, Path(folder), deadline, interpreters)
+    with single_thread(), tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
+        runs = Runs(job, ranks, Path(folder), deadline)
         verdict = _attempt_both(runs, fall_back=float64 is None)
     if verdict.code == EQUAL and not verdict.exceptions.keys() <= set(allow):
         verdict.code = EXCEPT
@@ -79,13 +74,8 @@ def _attempt_both(runs: Runs, fall_back: bool) -> Verdict:
     check.attempt(fall_back)
     if not check.needs_accelerators():
         return check.verdict
-    again = Runs(
-        replace(job, accelerators=runs.world),
-        runs.world,
-        runs.folder,
-        runs.deadline,
-        runs.interpreters,
-    )
+    simulating = replace(job, accelerators=runs.world)
+    again = Runs(simulating, runs.world, runs.folder, runs.deadline)
     second = Check(again)
     second.attempt(fall_back)
     if second.verdict.code != UNKNOWN:

@@ -1,23 +1,23 @@
 """Start the processes of a run, wait for the end, and read the records.
 
-Rank 0 is forked from this process, which has imported torch. In a check, each further rank is
-forked from a separate interpreter, because ranks must differ in the seed of Python's string hashes.
-A run ends when all processes have written a record, a process fails, or no process computes.
+Ranks are forked from this process, which has imported torch. In a check of the ranks, only rank 0
+is a fork. Other ranks start in new interpreters, because ranks must differ in the seed of Python's
+string hashes. A run ends when all processes have written a record, a process fails, or no process
+computes.
 """
 
 import os
+import pickle
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -44,12 +44,12 @@ class Rank:
     out: Path  # folder of the run
     listener: int  # descriptor of the socket for rank 0's store; valid in rank 0
     port: int  # of the listener
-    end: int = -1  # descriptor of a pipe that the parent closes at the end of the run
+    end: int  # descriptor of a pipe that the parent closes at the end of the run
 
     def set_up(self) -> None:
         """Set the session, streams and torchrun's environment of this process."""
-        os.setsid()
-        self.end = os.open(self.out / "end", os.O_RDONLY)
+        if os.getsid(0) != os.getpid():
+            os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         output = os.open(self.out / f"output{self.number}.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -153,40 +153,62 @@ class CheckRun(Generic[Record]):
 
 
 def run(
-    job: Job, world: int, out: Path, seconds: float, interpreters: Sequence[Connection] = ()
+    job: Job, world: int, out: Path, seconds: float, new_interpreters: bool = False
 ) -> CheckRun[Any]:
     """Run a job on `world` ranks, and return the records.
 
-    The last ranks are forked from `interpreters`, the first from this process.
+    Ranks are forks of this process. If `new_interpreters`, only rank 0 is a fork.
     """
-    os.mkfifo(out / "end")
+    reading, writing = os.pipe()
     processes: list[int] = []
-    end = -1
     with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
-        place = (out, listener.fileno(), listener.getsockname()[1])
+        place = (world, out, listener.fileno(), listener.getsockname()[1], reading)
         try:
-            used = interpreters[: world - 1]
-            for number, interpreter in enumerate(used, world - len(used)):
-                interpreter.send((job, Rank(number, world, *place)))
-            for number in range(world - len(used)):
+            if new_interpreters:
+                for number in range(1, world):
+                    processes.append(_start_rank(job, Rank(number, *place)))
+            import_optimizers()
+            for number in range(world - len(processes)):
                 process = os.fork()
                 if process == 0:
-                    _run_rank(job, Rank(number, world, *place))
-                processes.append(process)
-            end = os.open(out / "end", os.O_RDWR)
-            processes += [interpreter.recv() for interpreter in used]
+                    os.close(writing)
+                    _run_rank(job, Rank(number, *place))
+                processes.insert(number, process)
             found = _wait_for(processes, out, time.monotonic() + seconds)
         finally:
-            if end >= 0:
-                os.close(end)  # ranks that are done exit by themselves
-            for process in processes:
-                with suppress(ProcessLookupError):
-                    os.killpg(process, signal.SIGKILL)
-                with suppress(ChildProcessError):
-                    os.waitpid(process, 0)
+            os.close(writing)  # ranks that are done exit by themselves
+            _kill(processes)
+            os.close(reading)
     if not found.failed:
         found.records = [read(out / f"record{rank}.pt") for rank in range(world)]
     return found
+
+
+def _start_rank(job: Job, rank: Rank) -> int:
+    """Start a rank in a new interpreter, and return the process."""
+    os.set_inheritable(rank.end, True)
+    command = f"from {__name__} import run_started_rank; run_started_rank()"
+    words = [sys.executable, "-c", command, pickle.dumps((job, rank)).hex()]
+    return os.posix_spawn(sys.executable, words, os.environ, setsid=True)
+
+
+def run_started_rank() -> NoReturn:
+    """Run the rank of `_start_rank`."""
+    if sys.path[0] == "":
+        sys.path.pop(0)  # the working folder, which `python -c` adds
+    job, rank = pickle.loads(bytes.fromhex(sys.argv[1]))
+    import_optimizers()
+    _run_rank(job, rank)
+
+
+def _kill(processes: list[int]) -> None:
+    """Kill the processes of a run, with the processes that they started."""
+    for process in processes:
+        for kill in (os.killpg, os.kill):  # a fork may not have made its session yet
+            with suppress(ProcessLookupError):
+                kill(process, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(process, 0)
 
 
 def _run_rank(job: Job, rank: Rank) -> NoReturn:
@@ -212,10 +234,9 @@ def _wait_for(processes: list[int], out: Path, deadline: float) -> CheckRun[Any]
             if error.exists():
                 found.errors[rank] = error.read_text()
                 continue
-            with suppress(ChildProcessError):  # a child of an interpreter, which writes the error
-                ended, status = os.waitpid(process, os.WNOHANG)
-                if ended:
-                    found.errors[rank] = _describe_exit(status)
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                found.errors[rank] = _describe_exit(status)
         now = time.monotonic()
         if now > asked_at + POLL_WORK:
             asked_at = now
@@ -247,50 +268,6 @@ def _work(processes: list[int]) -> tuple[float, bool]:
                 ticks += int(fields[7]) + int(fields[8])
                 running = running or state in "RD"
     return ticks / os.sysconf("SC_CLK_TCK"), running
-
-
-@contextmanager
-def new_interpreters(count: int) -> Iterator[list[Connection]]:
-    """Start interpreters that fork ranks, and yield a connection to each."""
-    connections = []
-    processes = []
-    try:
-        for _ in range(count):
-            here, there = Pipe()
-            descriptor = there.fileno()
-            command = f"from {__name__} import fork_ranks; fork_ranks({descriptor})"
-            with there:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", command],
-                    pass_fds=[descriptor],
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-            connections.append(here)
-            processes.append(process)
-        yield connections
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def fork_ranks(descriptor: int) -> NoReturn:
-    """Fork a rank for each job, in an interpreter of `new_interpreters`."""
-    sys.path.pop(0)  # the working folder, which `python -c` adds
-    import_optimizers()
-    connection: Connection = Connection(descriptor)
-    while True:
-        job, rank = connection.recv()
-        process = os.fork()
-        if process == 0:
-            _run_rank(job, rank)
-        connection.send(process)
-        _, status = os.waitpid(process, 0)
-        if status:
-            rank.publish(f"error{rank.number}.txt", _describe_exit(status))
 
 
 def import_optimizers() -> None:

@@ -2,10 +2,8 @@
 
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -58,19 +56,11 @@ class RecordedScript:
 class Runs:
     """The runs of a script."""
 
-    def __init__(
-        self,
-        job: CheckedScript,
-        world: int,
-        folder: Path,
-        deadline: float,
-        interpreters: Sequence[Connection],
-    ) -> None:
+    def __init__(self, job: CheckedScript, world: int, folder: Path, deadline: float) -> None:
         self.job = job
         self.world = world
         self.folder = folder
         self.deadline = deadline
-        self.interpreters = interpreters  # of the ranks after rank 0
         self.ranks = CheckRun[Recording](folder)
         self.plan = FeedPlan("joined", tuple(range(world)))  # of the compared replay
 
@@ -78,7 +68,7 @@ class Runs:
         seconds = max(self.deadline - time.monotonic(), 1.0)
         out = Path(tempfile.mkdtemp(dir=self.folder))
         try:
-            return run(RecordedScript(job, feed), world, out, seconds, self.interpreters)
+            return run(RecordedScript(job, feed), world, out, seconds, new_interpreters=True)
         finally:
             put_back(out)
 

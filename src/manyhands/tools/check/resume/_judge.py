@@ -17,7 +17,7 @@ from pathlib import Path
 from manyhands.tools.check._compare import gradient_distances
 from manyhands.tools.check._files import put_back
 from manyhands.tools.check._job import CheckedScript
-from manyhands.tools.check._processes import CheckRun, import_optimizers, run, single_thread
+from manyhands.tools.check._processes import CheckRun, run, single_thread
 from manyhands.tools.check._report import DIFFERS, EQUAL, UNKNOWN, finding
 from manyhands.tools.check._runs import NotJudged
 from manyhands.tools.check.resume._case import ResumeCase, unequal_keys
@@ -51,7 +51,6 @@ class ResumeRequest:
 
 def check_resume(request: ResumeRequest) -> ResumeVerdict:
     """Return whether a killed script resumes like a run without interruption."""
-    import_optimizers()
     with single_thread(), tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
         check = ResumeCheck(request, Path(folder))
         try:
