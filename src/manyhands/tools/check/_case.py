@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from manyhands.tools.check._compare import Difference, unequal
 from manyhands.tools.check._records import Recording, SeenStep, Tensors
 from manyhands.tools.check._report import Finding
+
+START_LIMIT = 1e-9  # relative distance of equal initial parameters
 
 
 @dataclass
@@ -19,9 +22,27 @@ class Case:
     def steps(self) -> list[SeenStep]:
         return self.ranks[0].steps
 
+    @cached_property
+    def unequal_start(self) -> list[str]:
+        """The parameters and buffers with different initial values."""
+        return unequal([record.start for record in self.ranks], START_LIMIT)
+
+    @cached_property
+    def untrained_copies(self) -> set[str]:
+        """The names in `unequal_start` that no optimizer has and no backward pass reaches.
+
+        A weight average may start with different values if the first update overwrites it.
+        """
+        trained: set[str] = set()
+        for record in self.ranks:
+            for step in record.steps:
+                trained.update(step.own, step.before, step.grads)
+        return set(self.unequal_start) - trained
+
     def unequal(self, kind: str, number: int) -> list[str]:
         """Return the "before", "grads" or "params" of a step that differ between ranks."""
-        return unequal([getattr(record.steps[number], kind) for record in self.ranks])
+        names = unequal([getattr(record.steps[number], kind) for record in self.ranks])
+        return [name for name in names if name not in self.untrained_copies]
 
     def pair(self) -> tuple[SeenStep, SeenStep, Difference]:
         """Return the step of rank 0 and of the replay that differs, and the difference."""

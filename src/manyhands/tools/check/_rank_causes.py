@@ -8,11 +8,9 @@ from collections import Counter
 from typing import Any
 
 from manyhands.tools.check._case import Case, Hypothesis
-from manyhands.tools.check._compare import ROUNDING, largest_size, size, unequal
+from manyhands.tools.check._compare import ROUNDING, largest_size, size
 from manyhands.tools.check._records import SeenLoader
 from manyhands.tools.check._report import Finding, describe, finding
-
-START_LIMIT = 1e-9  # relative distance of equal initial parameters
 
 
 def unequal_steps(case: Case) -> Finding | None:
@@ -24,8 +22,10 @@ def unequal_steps(case: Case) -> Finding | None:
 
 def unequal_start(case: Case) -> Finding | None:
     trained = case.steps[0].params
-    names = unequal([record.start for record in case.ranks], START_LIMIT)
-    names = [name for name in names if name in trained]
+    names = []
+    for name in case.unequal_start:
+        if name in trained and name not in case.untrained_copies:
+            names.append(name)
     if names and case.unequal("params", 0):
         which = describe(names, len(trained))
         return finding("different start", f"the ranks start with different values of {which}")
