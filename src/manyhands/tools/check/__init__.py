@@ -2,7 +2,7 @@
 
 _judge.py             compare the runs and make the verdict
 _runs.py              run the ranks, and replay their batches in a single process
-_job.py               the script and the conditions of a run
+_job.py               the script, with the conditions of a run
 _processes.py         start the processes of a run and read the records
 
 In each process:
@@ -22,7 +22,7 @@ _case.py              the records for hypotheses
 _rank_causes.py       hypotheses about the ranks' records
 _gradient_causes.py   hypotheses about the first difference from the replay
 resume/               check whether a killed script resumes correctly
-_report.py            findings, and the verdict as text and JSON
+_report.py            findings, and verdicts in text and JSON
 """
 
 from manyhands.tools.check._judge import check_script as check_script

@@ -45,7 +45,7 @@ class Case:
         return [name for name in names if name not in self.untrained_copies]
 
     def pair(self) -> tuple[SeenStep, SeenStep, Difference]:
-        """Return the step of rank 0 and of the replay that differs, and the difference."""
+        """Return the first different step on rank 0 and in the replay, with the difference."""
         assert self.one is not None and self.difference is not None
         number = self.difference.step
         return self.steps[number], self.one.steps[number], self.difference

@@ -1,8 +1,8 @@
 """Measure the distance between two runs, step by step.
 
 Distances are relative: of a gradient to the largest element, of a parameter to the movement in the
-step. Parameters omit elements with only rounding as gradient, because Adam makes a full step from
-rounding. Examples are biases of keys in attention and biases before a norm.
+step. Distances of parameters omit elements with gradients that consist of rounding, because Adam
+makes a full step from rounding. Examples are biases of keys in attention, and biases before a norm.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def largest_size(tensors: Tensors) -> float:
 def distance(x: Tensor | None, y: Tensor | None, scale: float, rounding: float = 0.0) -> float:
     """Return the size of the difference, less `rounding`, relative to a scale.
 
-    The distance is infinite if only one tensor has a finite element.
+    The distance is infinite if an element is finite in only one of the tensors.
     """
     if x is None or y is None or x.shape != y.shape:
         return float(size(x) > 0 or size(y) > 0)
@@ -80,7 +80,7 @@ def distance(x: Tensor | None, y: Tensor | None, scale: float, rounding: float =
 
 
 def gradient_distances(a: Tensors, b: Tensors) -> dict[str, float]:
-    """Return the distance of each tensor, or nothing if `a` or `b` is empty."""
+    """Return the distance of each tensor. If `a` or `b` is empty, return no distances."""
     if not a or not b:
         return {}
     floor = GRADIENT_FLOOR * (largest_size(b) or TINY)
@@ -92,7 +92,7 @@ def gradient_distances(a: Tensors, b: Tensors) -> dict[str, float]:
 
 
 def mark_rounding(a: Tensors, b: Tensors, rounding: Tensors) -> None:
-    """Mark in `rounding` the elements with only rounding as gradient in both runs."""
+    """Mark in `rounding` the elements with gradients that are rounding in both runs."""
     limit = ROUNDING * largest_size(b)
     for name, y in b.items():
         x = a.get(name)
@@ -104,7 +104,7 @@ def mark_rounding(a: Tensors, b: Tensors, rounding: Tensors) -> None:
 def parameter_distances(
     a: Tensors, b: Tensors, previous: Tensors, rounding: Tensors
 ) -> dict[str, float]:
-    """Return the distance of each parameter, or nothing if `a` is empty."""
+    """Return the distance of each parameter. If `a` is empty, return no distances."""
     if not a:
         return {}
     moves = {name: b[name] - previous[name] for name in b if name in previous}

@@ -74,7 +74,7 @@ class Feed:
         self.ranks = ranks
         self.steps = ranks.pass_ranges()
         self.loaders = ranks.training_loaders()
-        self.epochs = Counter[str]()  # of each loader, so far
+        self.epochs = Counter[str]()  # number of iterations, by loader
         self.sizes = list[int]()  # of the parts of the latest batch
         self.seen_pass = -1
         self.inputs: Iterator[Tensor] = iter(())  # remaining tensors of this pass

@@ -28,7 +28,7 @@ NO_FOLDER = -1  # the descriptor in an event if the path is relative to no open 
 
 
 def keep_files(folder: Path) -> None:
-    """Copy each file that this process or a forked process is about to change."""
+    """Copy each file before this process or a forked process changes the file."""
     kept = folder / "kept"
     kept.mkdir(exist_ok=True)
     inside = threading.local()  # set while `keep` opens files

@@ -1,4 +1,4 @@
-"""Hypotheses about the first difference between the ranks and the replay, cheapest first.
+"""Hypotheses about the first difference between ranks and replay, cheapest first.
 
 To add a cause, write a function that returns a finding or None, add it to `GRADIENT_CAUSES`, and
 add a script with the bug to tests/check.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class CheckedScript:
-    """The script, and the conditions of a run."""
+    """The script, with the conditions of a run."""
 
     script: str
     arguments: tuple[str, ...] = ()

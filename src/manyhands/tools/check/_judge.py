@@ -2,7 +2,7 @@
 
 1. The ranks run under the recorder. Some causes are visible in the ranks' records.
 2. A replay is a run of a single process with the ranks' batches. Batches are joined if possible.
-   Otherwise the replay receives batch after batch, and the optimizer waits for the last batch.
+   Otherwise the replay receives batch after batch. The optimizer waits for the last batch.
 3. If steps have multiple passes, a further replay has all samples of the step in each pass.
 4. After a difference, replays show whether the order of batches, the learning rates or the weights
    of ranks and passes explain the difference.

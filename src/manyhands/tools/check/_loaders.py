@@ -41,7 +41,7 @@ class LoaderRecorder:
         self.limit = limit  # steps of an epoch, or None for full epochs
         self.cast = cast  # to the precision of the run
         self.place = place  # returns the script's current line
-        self.batches: dict[str, list[Any]] = {}  # of each loader so far
+        self.batches: dict[str, list[Any]] = {}  # by loader
         self.datasets: dict[str, Dataset[Any]] = {}  # of each loader
         self.latest = SeenBatch()
         self.since_pass: set[str] = set()  # loaders with a batch since the last backward pass

@@ -46,7 +46,7 @@ def wrap_step(optimizer: Any, around: Callable[..., Any]) -> None:
 
 
 def ignore(*_: Any, **__: Any) -> None:
-    """Do nothing in place of a function."""
+    """Replace functions of GPUs that the CPU does not need."""
 
 
 def unchanged(_: Any, value: Any, *__: Any, **___: Any) -> Any:
@@ -200,7 +200,7 @@ def _patch_precision() -> None:
 
 
 def _patch_groups(rank: Rank) -> None:
-    """Use gloo for groups and the CPU for meshes, and spawn no processes."""
+    """Use gloo for groups, the CPU for meshes, and this process for spawned processes."""
     world = rank.world
 
     def init(begin: Any, *_: Any, timeout: Any = None, **__: Any) -> None:
@@ -228,7 +228,7 @@ def _patch_groups(rank: Rank) -> None:
     def spawn(_: Any, function: Any, args: Any = (), nprocs: int = 1, *__: Any, **___: Any) -> None:
         if nprocs == 1 and world > 1:
             raise ValueError(
-                f"the script spawns 1 process, and the check requires {world}. "
+                f"the script spawns 1 process, but the check requires {world}. "
                 "Set the number of processes with an option of the script."
             )
         if nprocs not in (0, world) and world > 1:

@@ -93,7 +93,7 @@ class FrozenNoise:
 
     @contextmanager
     def _seeded(self, *key: Any) -> Iterator[None]:
-        """Seed torch's generator temporarily, from the step and a key."""
+        """Seed torch's generator temporarily with the step and `key`."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(zlib.crc32(repr((self.step, *key)).encode()))
             yield

@@ -56,7 +56,7 @@ class Recorder:
         self.rank_step = next(self.rank_steps, SeenStep())
         # Modules.
         self.depth = 0  # nested calls of modules
-        self.roots = 0  # outermost modules so far
+        self.roots = 0  # number of outermost modules
         self.named: Tensors = {}  # parameters and buffers by name
         self.in_modules: set[int] = set()  # ids of tensors in `named` that belong to a module
         self.inside = False  # during a call of a module below the wrappers

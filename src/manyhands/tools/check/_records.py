@@ -18,7 +18,7 @@ class SeenBatch:
 
     hashes: list[str] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)  # in the data set; empty if unknown
-    epoch: int = 0  # iterations over loaders so far, in a resume check
+    epoch: int = 0  # number of the iteration over loaders, in a resume check
 
     def samples(self, by_index: bool) -> list[Any]:
         return self.indices if by_index else self.hashes
@@ -86,7 +86,7 @@ class Recording:
     """The record of a process."""
 
     steps: list[SeenStep] = field(default_factory=list)
-    backward_passes: int = 0  # so far
+    backward_passes: int = 0
     start: Tensors = field(default_factory=dict)  # initial parameters and buffers
     loaders: dict[str, SeenLoader] = field(default_factory=dict)
     noise: list[str] = field(default_factory=list)  # kinds of replaced random numbers

@@ -11,7 +11,7 @@ UNKNOWN = 2
 EXCEPT = 3
 RESULTS = ("equal", "differs", "not judged", "equal with exceptions")  # by exit code
 
-# Intentional differences between ranks and a single process, by names for `--allow`.
+# Intentional differences from a single process, by names for `--allow`.
 EXCEPTIONS = {
     "batch-norm": "batch norm uses the samples of each rank",
     "schedule": "Accelerate steps a schedule once for each process",

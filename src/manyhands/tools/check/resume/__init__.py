@@ -1,6 +1,6 @@
 """Check whether a script, killed after a checkpoint, resumes like an uninterrupted run.
 
-_judge.py             make three runs and the verdict
+_judge.py             make three runs, and compare
 _runs.py              run the ranks until all ranks stop
 _report.py            the verdict as text
 

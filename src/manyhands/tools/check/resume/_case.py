@@ -38,7 +38,7 @@ class ResumeCase:
         return states[self.at] if self.at in states else self.whole[rank].states[self.at]
 
     def leave_out(self, number: int) -> None:
-        """Remove resumed steps from `number` on, and the same steps without interruption."""
+        """Remove resumed steps from `number` on, with the same steps of the uninterrupted run."""
         for histories, first in ((self.resumed, number), (self.whole, self.at + number)):
             for history in histories:
                 del history.steps[first:]

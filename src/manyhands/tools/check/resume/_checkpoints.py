@@ -23,7 +23,7 @@ Signature = tuple[int, int, int]  # time of the last change, size and inode
 
 
 class CheckpointWatch:
-    """Detects checkpoints among the changed files. `kept` is the folder of `keep_files`."""
+    """Detects checkpoints among the changed files, which `keep_files` notes in a folder."""
 
     def __init__(self, kept: Path) -> None:
         self.kept = kept

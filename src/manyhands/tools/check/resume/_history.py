@@ -60,7 +60,7 @@ class HistoryRecorder:
         self.samples = SeenBatch()  # of the latest call of an outermost module
         self.parameters: Tensors = {}  # by name
         self.buffers: Tensors = {}
-        self.roots = 0  # outermost modules so far
+        self.roots = 0  # number of outermost modules
         self.known: set[int] = set()  # ids of tensors in `parameters` and `buffers`
         self.optimizers: list[Optimizer] = []  # in order of creation
         self.schedules: list[LRScheduler] = []
@@ -182,7 +182,7 @@ class HistoryRecorder:
 
     def _step(self, step: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
         closure = args[0] if args else named.get("closure")
-        # A step without a pass initializes the optimizer's state.
+        # torch initializes the optimizer's state by a step with no pass.
         no_pass = not self.begun and closure is None
         if self.stepping or no_pass or detect_fake_mode() is not None:
             return step(optimizer, *args, **named)

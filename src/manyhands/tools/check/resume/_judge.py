@@ -5,8 +5,8 @@
    restored.
 3. The script runs without interruption up to the last step of run 2.
 
-The first state of run 2 must equal the last state of run 1, and the steps of run 2 must equal run
-3. Run 2 has a different seed, which matters only if the script sets no seed.
+The first state of run 2 must equal the last state of run 1. The steps of run 2 must equal the steps
+of run 3. Run 2 has a different seed, which matters only if the script sets no seed.
 """
 
 import tempfile
@@ -39,7 +39,7 @@ ROUNDING = 1e-4  # relative difference of gradients that three or more ranks add
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """The script, with conditions of the interrupted and the resumed run."""
+    """The script, with conditions of the runs."""
 
     script: CheckedScript
     ranks: int | None = None  # None: 2, or 1 if the script makes no process group

@@ -33,7 +33,7 @@ def schedules(case: ResumeCase) -> Finding | None:
 
 
 def learning_rates(case: ResumeCase) -> Finding | None:
-    """Compare learning rates, also without a schedule of torch."""
+    """Compare learning rates, which may follow a schedule of the script."""
     if schedules(case) is not None:
         return None
     whole = [step.rates for step in case.whole[0].steps]

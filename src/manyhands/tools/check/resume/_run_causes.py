@@ -1,4 +1,4 @@
-"""Hypotheses about random state and the number of steps."""
+"""Hypotheses about random states and numbers of steps."""
 
 from manyhands.tools.check._report import Finding, finding
 from manyhands.tools.check.resume._case import ResumeCase, ResumeHypothesis, unequal_keys

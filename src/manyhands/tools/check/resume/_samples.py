@@ -22,7 +22,7 @@ class GivenBatches:
     """The latest batches of all loaders of a process."""
 
     def __init__(self) -> None:
-        self.epochs = 0  # iterations over loaders so far
+        self.epochs = 0  # number of iterations over loaders
         # Keeps the tensors alive, so that their addresses are not reused.
         self.recent: deque[tuple[SeenBatch, list[Tensor]]] = deque(maxlen=RECENT)
 
