@@ -179,6 +179,21 @@ def test_a_loss_that_couples_samples_is_judged_with_batches_one_after_the_other(
     assert [one.cause for one in verdict.findings] == ["constant factor"]
 
 
+def test_rows_in_pairs_are_the_reason_if_batches_cannot_be_replayed_one_by_one(tmp_path):
+    pairs = """
+        chosen, rejected = model(x).mean(1).chunk(2)  # the first half against the second
+        loss = -F.logsigmoid(chosen - rejected).mean()
+    """
+    text = fill(loss=pairs)
+    verdict = check_script(written(tmp_path, text), allow=["coupled-loss"])
+    assert verdict.code == 0, verdict.as_text()
+    counted = "optimizer.step()\npasses += 1\nif passes > 6:\n    raise SystemExit(0)"
+    verdict = check_script(written(tmp_path, fill(loss=pairs, step=counted)))
+    assert verdict.code == 2, verdict.as_text()
+    assert "the samples that share a batch" in verdict.reason
+    assert "one process makes a different number of steps" in verdict.reason
+
+
 def test_a_bug_names_factor_and_line(tmp_path):
     text = fill(backward="(loss / world).backward()")
     verdict = check_script(written(tmp_path, text))

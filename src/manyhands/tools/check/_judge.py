@@ -199,6 +199,12 @@ class Check:
             return
         if self.judge_coupled():
             return
+        if not reproducible and self.runs.failure:
+            raise NotJudged(
+                "the gradient depends on the samples that share a batch, or on their order, so "
+                "the ranks' batches cannot be joined. A replay of the batches one by one failed: "
+                f"{self.runs.failure}"
+            )
         if not reproducible:
             raise NotJudged(
                 "the gradient depends on the order of samples in a batch. A frequent reason is "

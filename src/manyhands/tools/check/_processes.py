@@ -123,7 +123,10 @@ class CheckRun(Generic[Record]):
 
     def last_output(self, rank: int = 0) -> str:
         """Return the last lines that a rank has printed."""
-        output = (self.folder / f"output{rank}.txt").read_text(errors="replace")
+        file = self.folder / f"output{rank}.txt"
+        if not file.exists():  # the process ended before the script's start
+            return ""
+        output = file.read_text(errors="replace")
         return " / ".join(filter(str.strip, output.splitlines()[-3:]))
 
     def why(self, where: str) -> str:

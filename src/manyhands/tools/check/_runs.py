@@ -63,6 +63,7 @@ class Runs:
         self.deadline = deadline
         self.ranks = CheckRun[Recording](folder)
         self.plan = FeedPlan("joined", tuple(range(world)))  # of the compared replay
+        self.failure = ""  # of the latest replay
 
     def run(self, job: CheckedScript, world: int, feed: Feed | None = None) -> CheckRun[Recording]:
         seconds = max(self.deadline - time.monotonic(), 1.0)
@@ -113,16 +114,18 @@ class Runs:
         return made
 
     def replay(self, plan: FeedPlan) -> Recording | None:
-        """Return the record of a replay, or None after a failure."""
+        """Return the record of a replay, or None after a failure, with the reason in `failure`."""
         made = self.run_one(plan)
-        if made.failed or not self._fits(plan, made.records[0]):
+        self.failure = ""
+        if made.failed:
+            self.failure = made.why("as one process")
+            return None
+        wanted = [len(step.passes) * plan.times for step in self.ranks.records[0].steps]
+        passes = [len(step.passes) for step in made.records[0].steps[: len(wanted)]]
+        if passes != wanted:
+            self.failure = "one process makes a different number of steps or passes."
             return None
         return made.records[0]
-
-    def _fits(self, plan: FeedPlan, record: Recording) -> bool:
-        """Return whether the passes of a replay match the ranks' passes."""
-        wanted = [len(step.passes) * plan.times for step in self.ranks.records[0].steps]
-        return wanted == [len(step.passes) for step in record.steps[: len(wanted)]]
 
     def first_replay(self) -> Recording:
         """Choose the plan of replays, and return the record of the first replay."""
@@ -133,14 +136,11 @@ class Runs:
         plans += [replace(self.plan, how="apart", calls=calls) for calls in sources]
         reason = ""
         for plan in plans:
-            made = self.run_one(plan)
-            if made.failed:
-                reason = reason or made.why("as one process")
-            elif self._fits(plan, made.records[0]):
+            one = self.replay(plan)
+            if one is not None:
                 self.plan = plan
-                return made.records[0]
-            else:
-                reason = reason or "one process makes another number of steps or passes"
+                return one
+            reason = reason or self.failure
         raise NotJudged(f"the ranks' batches cannot be replayed in one process: {reason}")
 
     def _loaders_differ(self) -> bool:
