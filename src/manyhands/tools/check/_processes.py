@@ -191,7 +191,9 @@ def _start_rank(job: Job, rank: Rank) -> int:
     """Start a rank in a new interpreter, and return the process."""
     os.set_inheritable(rank.end, True)
     command = f"from {__name__} import run_started_rank; run_started_rank()"
-    words = [sys.executable, "-c", command, pickle.dumps((job, rank)).hex()]
+    file = rank.out / f"rank{rank.number}.pickle"
+    file.write_bytes(pickle.dumps((job, rank)))
+    words = [sys.executable, "-c", command, str(file)]
     return os.posix_spawn(sys.executable, words, os.environ, setsid=True)
 
 
@@ -199,7 +201,7 @@ def run_started_rank() -> NoReturn:
     """Run the rank of `_start_rank`."""
     if sys.path[0] == "":
         sys.path.pop(0)  # the working folder, which `python -c` adds
-    job, rank = pickle.loads(bytes.fromhex(sys.argv[1]))
+    job, rank = pickle.loads(Path(sys.argv[1]).read_bytes())
     import_optimizers()
     _run_rank(job, rank)
 

@@ -86,7 +86,8 @@ class Recorder:
         wrap(torch.autograd, "backward", self._backward)
         wrap(torch, "batch_norm", self._batch_norm)  # F.batch_norm would call its replacement
         wrap(Optimizer, "__init__", self._init_optimizer)
-        wrap(Optimizer, "zero_grad", self._zero_grad)
+        for kind in (Optimizer, torch.nn.Module):
+            wrap(kind, "zero_grad", self._zero_grad)
         wrap(LRScheduler, "step", self._step_schedule)
         wrap(ScalingRuleBase, "gain", self._gain)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -344,9 +345,9 @@ class Recorder:
             self.now.before = self.gradients()
         return clip(parameters, *args, **named)
 
-    def _zero_grad(self, clear: Any, optimizer: Any, *args: Any, **named: Any) -> None:
+    def _zero_grad(self, clear: Any, owner: Any, *args: Any, **named: Any) -> None:
         if not (self.waiting() and self.now.passes):
-            clear(optimizer, *args, **named)
+            clear(owner, *args, **named)
 
     # Optimizers and schedules.
 
