@@ -7,7 +7,6 @@ computes.
 """
 
 import os
-import pickle
 import runpy
 import signal
 import socket
@@ -81,7 +80,7 @@ class Rank:
     def leave(self, record: object) -> NoReturn:
         """Publish the record, and exit at the end of the run."""
         self.publish(f"record{self.number}.pt", record)
-        self._exit()
+        self._wait_and_exit()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Publish why the script ended, and exit at the end of the run."""
@@ -90,15 +89,15 @@ class Rank:
         else:
             reason = "".join(traceback.format_exception(error))
         self.publish(f"error{self.number}.txt", reason)
-        self._exit()
+        self._wait_and_exit()
 
-    def _exit(self) -> NoReturn:
+    def _wait_and_exit(self) -> NoReturn:
         sys.stdout.flush()
         os.read(self.end, 1)
         os._exit(0)
 
 
-class Job(Protocol):
+class RankJob(Protocol):
     """The work of a rank, which ends with `Rank.leave`."""
 
     def run(self, rank: Rank) -> None: ...
@@ -156,7 +155,7 @@ class CheckRun(Generic[Record]):
 
 
 def run(
-    job: Job, world: int, out: Path, seconds: float, new_interpreters: bool = False
+    job: RankJob, world: int, out: Path, seconds: float, new_interpreters: bool = False
 ) -> CheckRun[Any]:
     """Run a job on `world` ranks, and return the records.
 
@@ -187,12 +186,12 @@ def run(
     return found
 
 
-def _start_rank(job: Job, rank: Rank) -> int:
+def _start_rank(job: RankJob, rank: Rank) -> int:
     """Start a rank in a new interpreter, and return the process."""
     os.set_inheritable(rank.end, True)
     command = f"from {__name__} import run_started_rank; run_started_rank()"
-    file = rank.out / f"rank{rank.number}.pickle"
-    file.write_bytes(pickle.dumps((job, rank)))
+    file = rank.out / f"rank{rank.number}.pt"
+    torch.save((job, rank), file)
     words = [sys.executable, "-c", command, str(file)]
     return os.posix_spawn(sys.executable, words, os.environ, setsid=True)
 
@@ -201,7 +200,7 @@ def run_started_rank() -> NoReturn:
     """Run the rank of `_start_rank`."""
     if sys.path[0] == "":
         sys.path.pop(0)  # the working folder, which `python -c` adds
-    job, rank = pickle.loads(Path(sys.argv[1]).read_bytes())
+    job, rank = read(Path(sys.argv[1]))
     import_optimizers()
     _run_rank(job, rank)
 
@@ -216,7 +215,7 @@ def _kill(processes: list[int]) -> None:
             os.waitpid(process, 0)
 
 
-def _run_rank(job: Job, rank: Rank) -> NoReturn:
+def _run_rank(job: RankJob, rank: Rank) -> NoReturn:
     try:
         rank.set_up()
         job.run(rank)
