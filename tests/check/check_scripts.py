@@ -97,6 +97,10 @@ TOKENS = dict(
         loss = total * world / count
     """,
 )
+PART_IGNORED_BY_DDP = dict(
+    wrap="DDP._set_params_and_buffers_to_ignore_for_model(model, ['2.weight'])\nmodel = DDP(model)",
+    backward="loss.backward()\nhead = model.module[2].weight\ndist.all_reduce(head.grad)\nhead.grad /= world",
+)
 # All batches of a step are read first, so that its number of tokens is known.
 GROUPED = dict(
     loader="""
@@ -327,6 +331,11 @@ BUGS = {
     ),
     "different start": (
         BY_HAND,
+        dict(model="torch.manual_seed(rank)\n" + DEFAULTS["model"]),
+        "different start",
+    ),
+    "different start of a part that DDP ignores": (
+        PART_IGNORED_BY_DDP,
         dict(model="torch.manual_seed(rank)\n" + DEFAULTS["model"]),
         "different start",
     ),
@@ -780,6 +789,32 @@ RIGHT_SLOTS = {
         optimizer=DEFAULTS["optimizer"]
         + "\nema = torch.optim.swa_utils.AveragedModel(model.module)",
         step="optimizer.step()\nema.update_parameters(model.module)",
+    ),
+    # As in timm, the average requires gradients and belongs to the called module.
+    "ema that the first update overwrites": dict(
+        model="""
+            class Task(nn.Module):
+                def __init__(self, network):
+                    super().__init__()
+                    self.network = network
+                    self.average = copy.deepcopy(network)
+                def forward(self, x):
+                    return self.network(x)
+            import copy
+            torch.manual_seed(rank)
+            model = Task(nn.Linear(6, 3))
+            nn.init.normal_(model.average.weight)
+            decay = 0.0
+        """,
+        wrap="model.network = DDP(model.network)",
+        optimizer="optimizer = torch.optim.SGD(model.network.parameters(), lr=0.1, momentum=0.9)",
+        step="""
+            optimizer.step()
+            with torch.no_grad():
+                for a, p in zip(model.average.parameters(), model.network.parameters()):
+                    a.lerp_(p, 1 - decay)
+            decay = 0.9
+        """,
     ),
     "evaluation": dict(
         epoch="sampler.set_epoch(epoch)\nmodel.eval()\nwith torch.no_grad():\n    for x, y in DataLoader(data, 16):\n        model(x)\nmodel.train()"

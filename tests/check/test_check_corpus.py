@@ -146,7 +146,7 @@ def test_the_cpu_passes_for_accelerators_that_a_script_requires(guard, tmp_path)
     wrap = f"if {guard}:\n    model = DDP(model.cuda(), device_ids=[rank])"
     verdict = check_script(written(tmp_path, fill(wrap=wrap)))
     assert verdict.code == 0, verdict.as_text()
-    assert "the CPU passed for an accelerator" in verdict.notes[-1]
+    assert "the CPU simulated an accelerator" in verdict.notes[-1]
 
 
 def test_random_states_can_be_forked(tmp_path):
@@ -177,6 +177,23 @@ def test_a_loss_that_couples_samples_is_judged_with_batches_one_after_the_other(
     bug = COUPLED.replace("loss.backward()", "(loss / world).backward()")
     verdict = check_script(written(tmp_path, bug))
     assert [one.cause for one in verdict.findings] == ["constant factor"]
+
+
+def test_rows_in_pairs_are_the_reason_if_batches_cannot_be_replayed_one_by_one(tmp_path):
+    pairs = """
+        chosen, rejected = model(x).mean(1).chunk(2)  # the first half against the second
+        loss = -F.logsigmoid(chosen - rejected).mean()
+    """
+    # as the Trainer of transformers clears gradients
+    clear = dict(clear="", step="optimizer.step()\nmodel.zero_grad()")
+    text = fill(loss=pairs, **clear)
+    verdict = check_script(written(tmp_path, text), allow=["coupled-loss"])
+    assert verdict.code == 0, verdict.as_text()
+    counted = "optimizer.step()\npasses += 1\nif passes > 6:\n    raise SystemExit(0)"
+    verdict = check_script(written(tmp_path, fill(loss=pairs, step=counted)))
+    assert verdict.code == 2, verdict.as_text()
+    assert "the samples that share a batch" in verdict.reason
+    assert "one process makes a different number of steps" in verdict.reason
 
 
 def test_a_bug_names_factor_and_line(tmp_path):
@@ -398,8 +415,8 @@ def test_a_port_of_the_scripts_own_may_be_taken(tmp_path):
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        ("os.kill(os.getpid(), 9)", "signal SIGKILL. Its last words: no more"),
-        ("os._exit(7)", "exit code 7. Its last words: no more"),
+        ("os.kill(os.getpid(), 9)", "signal SIGKILL. Last output: no more"),
+        ("os._exit(7)", "exit code 7. Last output: no more"),
     ],
 )
 def test_a_process_that_dies_leaves_its_last_words(end, reason, tmp_path):

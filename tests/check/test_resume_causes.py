@@ -4,10 +4,11 @@ from copy import deepcopy
 
 import pytest
 
+from manyhands.tools.check._records import SeenBatch
 from manyhands.tools.check.resume._case import ResumeCase
 from manyhands.tools.check.resume._data_causes import other_values, samples, variable_batch
 from manyhands.tools.check.resume._rate_causes import learning_rates, schedules
-from manyhands.tools.check.resume._records import PassSamples, RankHistory, RankStep, State
+from manyhands.tools.check.resume._records import RankHistory, RankStep, State
 from manyhands.tools.check.resume._run_causes import number_of_steps, random_state
 from manyhands.tools.check.resume._state_causes import (
     averages,
@@ -40,7 +41,7 @@ def history(*epochs, rates=RATES, start=0):
     for epoch, batches in enumerate(epochs, 1):
         for batch in batches:
             number = start + len(made.steps)
-            seen = PassSamples([f"h{index}" for index in batch], batch, epoch)
+            seen = SeenBatch([f"h{index}" for index in batch], batch, epoch)
             rate = [rates[number % len(rates)]]
             made.steps.append(RankStep(passes=[seen], rates=rate, schedules=[number]))
     return made
@@ -80,12 +81,17 @@ def test_a_right_resume_has_no_cause():
 @pytest.mark.parametrize(
     ("resumed", "at", "cause", "text"),
     [
-        ((FIRST, SECOND), 2, "samples repeated", "repeats 4 samples, which are those of step 1"),
-        ((FIRST[3:], SECOND), 2, "samples skipped", "skips 2 samples, and goes on with those of"),
+        ((FIRST, SECOND), 2, "samples repeated", "repeats 4 samples, from step 1 on"),
+        ((FIRST[3:], SECOND), 2, "samples skipped", "skips 2 samples, and continues with step"),
         ((FIRST,), 4, "epoch counter", "epoch 2 has the order of epoch 1"),
-        (([[4, 6], [7, 5]], SECOND), 2, "shuffle order", "from step 3 on, the samples come in"),
-        (([[90, 91], [92, 93]],), 2, "other samples", "are not those of the run"),
-        (([[1, 4], [0, 6]], SECOND), 2, "shuffle order", ": 2 samples come twice in the epoch"),
+        (
+            ([[4, 6], [7, 5]], SECOND),
+            2,
+            "shuffle order",
+            "from step 3 on, the order of samples differs",
+        ),
+        (([[90, 91], [92, 93]],), 2, "other samples", "do not occur in the run"),
+        (([[1, 4], [0, 6]], SECOND), 2, "shuffle order", ": the epoch has 2 samples twice"),
     ],
 )
 def test_other_samples(resumed, at, cause, text):
@@ -143,17 +149,17 @@ def test_a_batch_that_grows_is_not_an_error():
     ("cause", "changes", "name", "text"),
     [
         (parameters, {"parameters": {"0:0": "a0", "0:1": "b0", "frozen": "c"}}, "adapter weights",
-         "have their initial values, and all frozen ones are restored"),
+         "(2 of 3 parameters) have initial values, and all frozen parameters are"),
         (parameters, {"parameters": {"0:0": "a", "0:1": "b", "frozen": "x"}}, "parameters",
-         "frozen of the parameters are not those of the checkpoint"),
-        (buffers, {"buffers": {"mean": "x"}}, "running statistics", "mean of the model's buffers"),
-        (averages, {"averages": {"ema": "x"}}, "weight average", "ema, which is no part"),
+         "frozen (1 of 3 parameters) differ from the checkpoint"),
+        (buffers, {"buffers": {"mean": "x"}}, "running statistics", "mean (1 of 1 buffers)"),
+        (averages, {"averages": {"ema": "x"}}, "weight average", "ema, outside the model"),
         (optimizer_state, {"optimizer": {}}, "optimizer state", "starts without state"),
         (optimizer_state, {"optimizer": {"0:0 momentum": "p"}}, "optimizer state",
          "starts without bias momentum"),
         (optimizer_state, {"optimizer": {"0:0 momentum": "x", "0:1 momentum": "q"}},
-         "optimizer state", "weight momentum in the optimizer's state is not that"),
-        (scaler, {"scaler": {"scale": 8.0}}, "gradient scaler", "scale 8.0, and had 4.0"),
+         "optimizer state", "weight momentum in the optimizer's state differs"),
+        (scaler, {"scaler": {"scale": 8.0}}, "gradient scaler", "scale 8.0, not 4.0"),
         (random_state, {"random": {"torch": "x", "numpy": "n"}}, "random state",
          "the random state of torch was not restored"),
     ],
@@ -184,7 +190,7 @@ def test_optimizer_state_on_another_number_of_ranks():
     made.resumed[0].states[0].optimizer = {}
     assert "starts without state" in optimizer_state(made).text
     made.resumed[0].states[0].optimizer = {"0:0 momentum": "x", "0:1 momentum": "q"}
-    assert "is not that of the checkpoint" in optimizer_state(made).text
+    assert "differs from the checkpoint" in optimizer_state(made).text
 
 
 @pytest.mark.parametrize(
@@ -230,4 +236,4 @@ def test_a_lost_optimizer_has_lost_the_learning_rate():
 
 def test_the_number_of_steps_that_are_left():
     assert "ends after 2 steps" in number_of_steps(case(FIRST[2:])).text
-    assert "makes 8 steps, where 6 are left" in number_of_steps(case(FIRST, SECOND)).text
+    assert "makes 8 steps, but 6 remain" in number_of_steps(case(FIRST, SECOND)).text

@@ -1,28 +1,28 @@
-"""Check whether a training script trains on several ranks as in one process.
+"""Check whether a training script trains on multiple ranks as in a single process.
 
-_judge.py             compare the runs, and collect the verdict
-_runs.py              run several ranks, and one process with the ranks' batches
-_job.py               the script, and how a run changes it
-_processes.py         start the processes of a run, and read their records
+_judge.py             compare the runs and make the verdict
+_runs.py              run the ranks, and replay their batches in a single process
+_job.py               the script, with the conditions of a run
+_processes.py         start the processes of a run and read the records
 
 In each process:
 _machine.py           replace GPUs, NCCL and low precisions
-_noise.py             switch dropout off, and draw the same numbers for every sample
-_files.py             copy files before they change, and put them back
+_noise.py             switch dropout off, and draw equal numbers for all samples
+_files.py             copy files before changes, and restore files
 _recorder.py          record modules, passes and optimizer steps
-_loaders.py           record batches, or give the ranks' batches
-_feed.py              choose the ranks' batches for one process
+_loaders.py           record or replace the batches of loaders
+_feed.py              supply a replay with the ranks' batches
 _state.py             record state that influences the loss
 _batches.py           map, hash and join nested batches
 
 Between runs:
-_records.py           the record that a process writes
+_records.py           the record of a process
 _compare.py           distances between two runs
-_case.py              the records that hypotheses about a difference look at
-_rank_causes.py       hypotheses about the ranks alone
-_gradient_causes.py   hypotheses about the ranks beside one process
-resume/               check that a killed script resumes as if it had not been interrupted
-_report.py            the verdict as text and as JSON
+_case.py              the records for hypotheses
+_rank_causes.py       hypotheses about the ranks' records
+_gradient_causes.py   hypotheses about the first difference from the replay
+resume/               check whether a killed script resumes correctly
+_report.py            findings, and verdicts in text and JSON
 """
 
 from manyhands.tools.check._judge import check_script as check_script

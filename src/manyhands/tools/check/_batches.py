@@ -8,20 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LABEL_PADDING = -100  # cross entropy ignores it
+LABEL_PADDING = -100  # cross entropy ignores this label
 
 
-def parts_of(value: Any) -> dict[Any, Any] | None:
-    """Return the parts of a container by key or index, or None for other values."""
-    if isinstance(value, MutableMapping):
-        return dict(value)
+def parts_of(value: Any) -> dict[Any, Any]:
+    """Return the parts of a container by key or index. Other values have no parts."""
     if isinstance(value, list | tuple):
         return dict(enumerate(value))
-    return None
+    return dict(value) if isinstance(value, MutableMapping) else {}
+
+
+def is_container(value: Any) -> bool:
+    return isinstance(value, MutableMapping | list | tuple)
 
 
 def rebuilt(like: Any, parts: dict[Any, Any]) -> Any:
-    """Return a container of the same type with other parts."""
+    """Return a container of the type of `like` with other parts."""
     if isinstance(like, MutableMapping):
         new = copy.copy(like)
         new.update(parts)
@@ -35,15 +37,19 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return a copy of a nested value with each tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
-    parts = parts_of(value)
-    if parts is None:
+    if not is_container(value):
         return value
-    return rebuilt(value, {key: map_tensors(part, change) for key, part in parts.items()})
+    parts = {key: map_tensors(part, change) for key, part in parts_of(value).items()}
+    return rebuilt(value, parts)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in a nested value."""
+    if isinstance(value, Tensor):
+        return [value]
     found: list[Tensor] = []
-    map_tensors(value, found.append)
+    for part in parts_of(value).values():
+        found += tensors_of(part)
     return found
 
 
@@ -75,9 +81,9 @@ def digest(tensor: Tensor) -> str:
 
 
 def join(values: list[Any], padding: int | None = None) -> Any:
-    """Return one batch with the samples of several, in order.
+    """Return one batch with the samples of all batches, in order.
 
-    Rows of token numbers are padded to one length if `padding` is given.
+    If `padding` is given, rows of token numbers are padded to equal lengths.
 
     >>> join([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])
     {'x': tensor([1, 2, 3])}
@@ -89,20 +95,20 @@ def join(values: list[Any], padding: int | None = None) -> Any:
             pad = torch.nn.functional.pad
             values = [pad(value, (0, width - value.shape[1]), value=padding) for value in values]
         return torch.cat(values)
-    parts = parts_of(first)
-    if parts is None:
+    if not is_container(first):
         if any(value != first for value in values):
-            raise ValueError(f"batches hold different values of the type {type(first).__name__}")
+            raise ValueError(f"batches have different values of the type {type(first).__name__}")
         return first
     if isinstance(first, list | tuple) and not tensors_of(values):
         joined = []  # one value per sample, such as names
         for value in values:
             joined += value
         return type(first)(joined)
+    parts = parts_of(first)
     columns: dict[Any, list[Any]] = {key: [] for key in parts}
     for value in values:
         others = parts_of(value)
-        if others is None or others.keys() != parts.keys():
+        if others.keys() != parts.keys():
             raise ValueError("the ranks' batches have different parts")
         for key, part in others.items():
             columns[key].append(part)

@@ -1,8 +1,8 @@
-"""Measure how far two runs are apart, step by step.
+"""Measure the distance between two runs, step by step.
 
-A distance is relative: of a gradient to its largest element, of a parameter to how far the step
-moved it. Elements whose gradient is only rounding are left out of the parameter's distance, because
-Adam makes a full step from them. A key's bias in attention and a bias before a norm are examples.
+Distances are relative: of a gradient to the largest element, of a parameter to the movement in the
+step. Distances of parameters omit elements with gradients that consist of rounding, because Adam
+makes a full step from rounding. Examples are biases of keys in attention, and biases before a norm.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Difference:
 def compare(
     ranks: Recording, one: Recording, tolerance: float
 ) -> tuple[list[float], Difference | None]:
-    """Return the largest distance of each step up to the first difference, and the difference."""
+    """Return the largest distance in each step up to the first difference, with the difference."""
     largest = list[float]()
     rounding: Tensors = {}
     previous = one.start
@@ -70,7 +70,7 @@ def largest_size(tensors: Tensors) -> float:
 def distance(x: Tensor | None, y: Tensor | None, scale: float, rounding: float = 0.0) -> float:
     """Return the size of the difference, less `rounding`, relative to a scale.
 
-    Values that are not finite must be so in both tensors.
+    The distance is infinite if an element is finite in only one of the tensors.
     """
     if x is None or y is None or x.shape != y.shape:
         return float(size(x) > 0 or size(y) > 0)
@@ -80,7 +80,7 @@ def distance(x: Tensor | None, y: Tensor | None, scale: float, rounding: float =
 
 
 def gradient_distances(a: Tensors, b: Tensors) -> dict[str, float]:
-    """Return the distance of each tensor in `a` from the one in `b`, unless one side is empty."""
+    """Return the distance of each tensor. If `a` or `b` is empty, return no distances."""
     if not a or not b:
         return {}
     floor = GRADIENT_FLOOR * (largest_size(b) or TINY)
@@ -92,7 +92,7 @@ def gradient_distances(a: Tensors, b: Tensors) -> dict[str, float]:
 
 
 def mark_rounding(a: Tensors, b: Tensors, rounding: Tensors) -> None:
-    """Mark in `rounding` the elements whose gradients are rounding in both runs."""
+    """Mark in `rounding` the elements with gradients that are rounding in both runs."""
     limit = ROUNDING * largest_size(b)
     for name, y in b.items():
         x = a.get(name)
@@ -104,7 +104,7 @@ def mark_rounding(a: Tensors, b: Tensors, rounding: Tensors) -> None:
 def parameter_distances(
     a: Tensors, b: Tensors, previous: Tensors, rounding: Tensors
 ) -> dict[str, float]:
-    """Return the distance of each parameter in `a` from the one in `b`, if `a` has any."""
+    """Return the distance of each parameter. If `a` is empty, return no distances."""
     if not a:
         return {}
     moves = {name: b[name] - previous[name] for name in b if name in previous}
@@ -121,10 +121,10 @@ def parameter_distances(
 
 
 def unequal(tensors: list[Tensors], limit: float = 1e-6) -> list[str]:
-    """Return the names of tensors that are further than `limit` from the first rank's."""
+    """Return the names of tensors with a distance from the first rank above `limit`."""
     names: dict[str, None] = {}
     for other in tensors[1:]:
-        for name, far in gradient_distances(other, tensors[0]).items():
-            if far > limit:
+        for name, distance in gradient_distances(other, tensors[0]).items():
+            if distance > limit:
                 names[name] = None
     return list(names)

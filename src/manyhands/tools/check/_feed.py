@@ -1,8 +1,8 @@
-"""Choose from the ranks' batches for one process.
+"""Supply a replay with the ranks' batches.
 
-Each rank writes the batches of each loader to a file. Under the name "" it writes, for each
-backward pass, the tensors of samples that the outermost modules and the loss were given, and under
-`NOISE` the random numbers that the script drew with a generator.
+Each rank writes a file with the batches of each loader. Entry "" has the inputs of outermost
+modules and the loss, for each backward pass. Entry `NOISE` has random numbers from generators of
+the script.
 """
 
 from collections import Counter
@@ -22,32 +22,32 @@ NOISE = " noise"  # no loader's name
 
 @dataclass(frozen=True)
 class FeedPlan:
-    """How the ranks' batches become batches of one process.
+    """The assignment of the ranks' batches to batches of a replay.
 
-    joined: batch i of all ranks is one batch.
-    split: batch i of rank 0, then of rank 1, and so on; the script makes a pass for each of them.
-    apart: the same order, but the optimizer steps only after the last of them.
-    whole: each pass gets all samples of the step.
+    joined: batch i of all ranks is a single batch.
+    split: batch i of rank 0, then of rank 1, and so on. The script makes a pass for each batch.
+    apart: like split, but the optimizer steps only after the last rank.
+    whole: each pass receives all samples of the step.
     """
 
     how: str
     order: tuple[int, ...]  # of the ranks
     calls: bool = False  # replace the inputs of modules, not the batches of loaders
-    only: tuple[int, int, int] | None = None  # one step sees one pass of one rank only
-    rates: bool = False  # each step has the ranks' learning rates, and gains of a scaling rule
+    only: tuple[int, int, int] | None = None  # a step, and the only rank and pass that it sees
+    rates: bool = False  # use the ranks' learning rates, and gains of a scaling rule
 
     @property
     def times(self) -> int:
-        """Return the number of this process's batches per batch of a rank."""
+        """The number of batches per batch of a rank."""
         return len(self.order) if self.how in ("split", "apart") else 1
 
     def parts(
         self, number: int, steps: list[tuple[int, int]], before: int | None = 0
     ) -> list[tuple[int, int]]:
-        """Return the rank and the number of each batch that is a part of batch `number`.
+        """Return the rank and the number of each batch in batch `number`.
 
-        `steps` has the first pass of each step, and the first of the next. A rank's batch i belongs
-        to pass i - `before`, or to no pass if `before` is None.
+        `steps` has the first pass of each step and of the next step. A rank's batch i belongs to
+        pass i - `before`, or to no pass if `before` is None.
 
         >>> FeedPlan("whole", (0, 1)).parts(1, [(0, 2)])
         [(0, 0), (1, 0), (0, 1), (1, 1)]
@@ -68,30 +68,27 @@ class FeedPlan:
 
 
 class Feed:
-    """Gives one process the ranks' batches."""
-
     def __init__(self, plan: FeedPlan, folder: Path, ranks: Recording) -> None:
         self.plan = plan
         self.folder = folder
         self.ranks = ranks
         self.steps = ranks.pass_ranges()
         self.loaders = ranks.training_loaders()
-        self.epochs = Counter[str]()  # of each loader, so far
+        self.epochs = Counter[str]()  # number of iterations, by loader
         self.sizes = list[int]()  # of the parts of the latest batch
         self.seen_pass = -1
-        self.inputs: Iterator[Tensor] = iter(())  # the rest of this pass's
+        self.inputs: Iterator[Tensor] = iter(())  # remaining tensors of this pass
         self.noise_pass = -1
         self.draw = 0  # number of the next draw in that pass
-        self.sources = list[dict[str, list[Any]]]()  # what each rank wrote
+        self.sources = list[dict[str, list[Any]]]()  # the file of each rank
 
     def waits(self, step: int, passes: int) -> bool:
-        """Return whether the optimizer has to wait for another rank's batch."""
         if self.plan.how != "apart" or step >= len(self.steps):
             return False
         return passes < self.steps[step][1] * self.plan.times
 
     def length(self, key: str, own: int) -> int:
-        """Return the length of a loader on one rank, from which the script may derive schedules."""
+        """Return the length of a rank's loader. The script may derive schedules from it."""
         length = self.loaders[key].length if key in self.loaders else None
         if not length:
             return own
@@ -109,19 +106,19 @@ class Feed:
         end = first + len(loader.epochs[number])
         before: int | None = first - loader.starts[number]
         if loader.starts[number] in loader.starts[number + 1 : number + 2]:
-            before = None  # the script looked at a batch before its loop
+            before = None  # the script inspected a batch before the loop
         for batch in range(first * self.plan.times, end * self.plan.times):
             yield self._batch(key, batch, before)
 
     def exchange(self, tensor: Tensor, number: int) -> Tensor:
-        """Return the ranks' tensor in place of one of pass `number`."""
+        """Return the ranks' tensor for the next input of pass `number`."""
         if number != self.seen_pass:
             self.seen_pass = number
             self.inputs = iter(self._batch("", number, 0))
         return next(self.inputs, tensor)
 
     def noise(self, drawn: Tensor, number: int) -> Tensor:
-        """Return the ranks' random numbers in place of those that pass `number` has drawn."""
+        """Return the ranks' random numbers for the next draw of pass `number`."""
         if number != self.noise_pass:
             self.noise_pass = number
             self.draw = 0
@@ -137,7 +134,7 @@ class Feed:
         return parts[0] if parts[0].shape == drawn.shape else drawn
 
     def _source(self, rank: int) -> dict[str, list[Any]]:
-        """Return the file of a rank, read when the script has defined the classes of batches."""
+        """Return the file of a rank. Read it after the script has defined classes of batches."""
         while len(self.sources) <= rank:
             self.sources.append(read(self.folder / f"source{len(self.sources)}.pt"))
         return self.sources[rank]
@@ -151,7 +148,7 @@ class Feed:
         return join(parts)
 
     def divide(self, tensor: Tensor) -> list[Tensor]:
-        """Divide a joined batch into the ranks' parts, if it has rows for each sample."""
+        """Divide a joined batch into the ranks' parts."""
         total = sum(self.sizes)
         rows = len(tensor)
         if not total or rows % total:

@@ -1,11 +1,11 @@
-"""Copy each file before a process changes it, and put the files back after the run.
+"""Copy each file before a process changes it, and restore the files after the run.
 
-All runs have to find the same files, and no file of the user may change. Before a process opens a
-file for writing, removes it or renames it, the file is copied into a folder that all processes of
-the run share. Caches stay as the script leaves them.
+All runs must find equal files, and files of the user must not change. Before a process writes,
+removes or renames a file, the check copies the file into a folder that all processes of the run
+share. Caches are not restored.
 
-    kept/<hash of the path>/path    where the file was
-    kept/<hash of the path>/copy    its content; missing if there was no file
+    kept/<hash of the path>/path    the path of the file
+    kept/<hash of the path>/copy    the content; missing if there was no file
 """
 
 import hashlib
@@ -21,17 +21,17 @@ import torch
 
 from manyhands.tools.check._machine import wrap
 
-LARGEST = 2**32  # bytes of a file that is copied
+LARGEST = 2**32  # bytes of a copied file
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CACHES = {"__pycache__", ".cache"}
-NO_FOLDER = -1  # the descriptor in an event whose path belongs to no open folder
+NO_FOLDER = -1  # the descriptor in an event if the path is relative to no open folder
 
 
 def keep_files(folder: Path) -> None:
-    """Keep each file that this process, or one that it forks, is about to change."""
+    """Copy each file before this process or a forked process changes the file."""
     kept = folder / "kept"
     kept.mkdir(exist_ok=True)
-    inside = threading.local()  # keeping a file opens files
+    inside = threading.local()  # set while `keep` opens files
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and args[2] & WRITES:
@@ -63,7 +63,7 @@ def keep_files(folder: Path) -> None:
         return write(value, file, *args, **named)
 
     sys.addaudithook(hook)
-    # These write in C++ and Rust, which cause no event.
+    # Writes in C++ and Rust cause no audit event.
     wrap(torch, "save", save)
     with suppress(ImportError):
         import safetensors.torch
@@ -72,7 +72,7 @@ def keep_files(folder: Path) -> None:
 
 
 def _absolute(path: Any, parent: int, follow: bool) -> Path:
-    """Return an absolute path; `parent` is a descriptor of the folder it may be relative to."""
+    """Return an absolute path, which may be relative to the open folder `parent`."""
     start = os.getcwd() if parent == NO_FOLDER else os.readlink(f"/proc/self/fd/{parent}")
     folder, name = os.path.split(os.path.join(start, os.fsdecode(path)))
     full = os.path.join(os.path.realpath(folder), name)
@@ -80,29 +80,32 @@ def _absolute(path: Any, parent: int, follow: bool) -> Path:
 
 
 def _keep(path: Path, kept: Path) -> None:
-    """Copy a file if it was not copied before, or note that there is none."""
+    """Copy a file at the first change, or note that the file is missing."""
     if path.parts[1] in ("dev", "proc") or not CACHES.isdisjoint(path.parts):
         return
-    if kept.parents[1] in path.parents:  # the runs' own files
+    if kept.parents[1] in path.parents:  # files of the check
         return
     entry = kept / hashlib.sha1(bytes(path)).hexdigest()
     exists = os.path.lexists(path)
     if entry.exists() or (exists and not path.is_file() and not path.is_symlink()):
         return
-    # Not tempfile: its first call holds a lock while it opens a file, which ends up here.
+    # Not tempfile: the first call opens a file, which calls this function, while holding a lock.
     new = kept.parent / f"{entry.name}-{os.getpid()}-{threading.get_ident()}"
     new.mkdir()
     (new / "path").write_bytes(bytes(path))
     if exists:
         if path.lstat().st_size > LARGEST:
-            raise OSError(f"{path} would be changed, and is too large to be put back after a check")
+            raise OSError(
+                f"the script changes {path}, which is too large to restore after the check. "
+                f"The limit is {LARGEST} bytes. Make the script write to another file."
+            )
         shutil.copy2(path, new / "copy", follow_symlinks=False)
-    with suppress(OSError):  # another process was first
+    with suppress(OSError):  # another process has copied the file
         new.rename(entry)
 
 
 def put_back(folder: Path) -> None:
-    """Restore all files after the processes have ended."""
+    """Restore all files after the end of the processes."""
     made = []
     for entry in (folder / "kept").glob("*"):
         path = Path(os.fsdecode((entry / "path").read_bytes()))
@@ -115,5 +118,5 @@ def put_back(folder: Path) -> None:
             path.unlink(missing_ok=True)
         shutil.copy2(copy, path, follow_symlinks=False)
     for path in sorted(made, reverse=True):  # the content of a folder before the folder
-        with suppress(OSError):  # another program has put a file in
+        with suppress(OSError):  # another program has added a file
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -1,4 +1,4 @@
-"""Find causes in the first difference between the ranks and one process, cheapest first.
+"""Hypotheses about the first difference between ranks and replay, cheapest first.
 
 To add a cause, write a function that returns a finding or None, add it to `GRADIENT_CAUSES`, and
 add a script with the bug to tests/check.
@@ -7,13 +7,13 @@ add a script with the bug to tests/check.
 import torch
 from torch import Tensor
 
-from manyhands.tools.check._case import Case, Hypothesis, describe, finding
+from manyhands.tools.check._case import Case, Hypothesis
 from manyhands.tools.check._compare import ROUNDING, Difference, largest_size, size
-from manyhands.tools.check._report import Finding
+from manyhands.tools.check._report import Finding, describe, finding
 
 LEAST_LIMIT = 1e-4  # relative error of a factor or of weights that explain a gradient
 EQUAL_FACTORS = 1e-3  # relative difference of equal factors or weights
-MOST_RUNS = 16  # of one pass of one rank each
+MOST_RUNS = 16  # to measure the gradient of each pass of each rank
 
 
 def limit_of(difference: Difference) -> float:
@@ -23,7 +23,7 @@ def limit_of(difference: Difference) -> float:
 def clipped_otherwise(case: Case) -> Finding | None:
     a, b, difference = case.pair()
     if difference.kind == "grads" and a.before and b.before:
-        return finding("clipping norm", "equal gradients are clipped differently", a.place)
+        return finding("clipping norm", "clipping changes equal gradients differently", a.place)
     return None
 
 
@@ -32,8 +32,8 @@ def unequal_schedules_or_rates(case: Case) -> Finding | None:
     if difference.kind != "params" or a.rates == b.rates:
         return None
     if a.schedules != b.schedules:
-        text = f"schedules are stepped {a.schedules} times before step {difference.step + 1}"
-        return finding("schedule", f"{text}, and {b.schedules} times in one process", a.place)
+        text = f"schedules make {a.schedules} steps before optimizer step {difference.step + 1}"
+        return finding("schedule", f"{text}, and {b.schedules} in one process", a.place)
     text = f"the learning rates are {a.rates}, and {b.rates} in one process"
     return finding("learning rate differs", text, a.place)
 
@@ -43,12 +43,12 @@ def other_update(case: Case) -> Finding | None:
     if difference.kind != "params":
         return None
     names = describe(difference.names, len(difference.distances))
-    text = f"the gradients are equal, but the optimizer moves {names} otherwise"
+    text = f"the gradients are equal, but the optimizer changes {names} differently"
     return finding("other update", text, a.place)
 
 
 def scaled(case: Case) -> Finding | None:
-    """Find gradients that are those of one process times a number, or missing."""
+    """Find gradients that are missing, or multiples of the replay's gradients."""
     a, b, difference = case.pair()
     gradients = getattr(a, difference.kind)
     references = getattr(b, difference.kind)
@@ -65,7 +65,7 @@ def scaled(case: Case) -> Finding | None:
         if rest > limit_of(difference):
             if name in difference.names:
                 return None
-            factors[name] = 1.0  # the gradient is small and full of rounding
+            factors[name] = 1.0  # the gradient is small, with much rounding
     values = sorted(factors.values())
     if values and values[0] and values[-1] - values[0] <= EQUAL_FACTORS * abs(values[-1]):
         return constant_factor(case, values[len(values) // 2])
@@ -73,40 +73,40 @@ def scaled(case: Case) -> Finding | None:
     if not wrong:
         return None
     shown = ", ".join(dict.fromkeys(f"{value:.4f}" for value in list(wrong.values())[:4]))
-    text = f"the gradient of {describe(list(wrong), 0)} is {shown} times that of one process"
+    text = f"the gradient of {describe(list(wrong))} is {shown} times that of one process"
     cause = "factor of some" if any(wrong.values()) else "no gradient"
     return finding(cause, text, a.last_pass)
 
 
 def constant_factor(case: Case, factor: float) -> Finding:
-    """Describe a factor of all gradients, with its likely reason."""
+    """Describe a common factor of all gradients, with the likely reason."""
     step = case.pair()[0]
     ranks = len(case.ranks)
     passes = max(len(step.passes), 1)
-    reasons = {  # the last that fits is shown
+    reasons = {  # the last match is printed
         ranks * passes: "the gradient is a sum over ranks and passes, not an average",
         1 / (ranks * passes): (
             "the loss is divided by the number of passes, and by the world size as well"
         ),
         passes: "the loss is not divided by the number of passes",
-        1 / passes: "the loss is divided by the number of passes, once too often",
+        1 / passes: "the loss is divided twice by the number of passes",
         ranks: "the gradient is summed over the ranks, not averaged",
-        1 / ranks: "the loss is divided by the world size, or is a sum, and is averaged as well",
+        1 / ranks: "the loss is divided by the world size or is a sum, and is averaged as well",
     }
     reason = ""
     for value, text in reasons.items():
         if abs(factor / value - 1) < EQUAL_FACTORS:
             reason = f": {text}"
     text = f"the gradient of {ranks} ranks is {factor:.4f} times that of one process"
-    return finding("constant factor", f"{text}, at every parameter{reason}", step.last_pass)
+    return finding("constant factor", f"{text}, for every parameter{reason}", step.last_pass)
 
 
 def weights(case: Case) -> tuple[Tensor, Tensor] | None:
-    """Return the weights of all ranks and passes, of the ranks and of one process.
+    """Return the weight of each rank and pass, in the ranks' and in the replay's gradient.
 
-    A weight of 1 is that of a mean over ranks and passes. The gradient of each pass of each rank
-    is measured alone, and the weights are a least-squares solution. Return None if the gradient of
-    the ranks is not such a weighted sum. Weights of one process are NaN if its gradient is not.
+    In a mean over ranks and passes, all weights are 1. The weights are a least-squares solution for
+    the gradients of single passes of single ranks. Return None if the ranks' gradient is no
+    weighted sum of these gradients. If the replay's gradient is no such sum, its weights are NaN.
     """
     a, b, difference = case.pair()
     ranks = len(case.ranks)
@@ -137,7 +137,7 @@ def weights(case: Case) -> tuple[Tensor, Tensor] | None:
 
 
 def weighted_otherwise(case: Case) -> Finding | None:
-    """Find ranks and passes with other weights than in one process."""
+    """Find ranks and passes with different weights than in the replay."""
     a, _, difference = case.pair()
     found = weights(case)
     if found is None:
@@ -147,11 +147,11 @@ def weighted_otherwise(case: Case) -> Finding | None:
     several = here.shape[1] > 1
     zero = here.abs() < EQUAL_FACTORS
     if several and bool(zero.all(0).any()):
-        text = f"some passes are not in the step's gradient: the weights are {rounded(here)}"
+        text = f"the step's gradient omits some passes: the weights are {rounded(here)}"
         return finding("passes missing", text, place)
     if bool(zero.all(1).any()):
         ranks = ", ".join(map(str, zero.all(1).nonzero().flatten().tolist()))
-        return finding("ranks missing", f"the gradient of rank {ranks} is left out", place)
+        return finding("ranks missing", f"the gradient of rank {ranks} is omitted", place)
     if bool(there.isnan().any()):
         return None
     sizes = []
@@ -161,16 +161,20 @@ def weighted_otherwise(case: Case) -> Finding | None:
     by_size = torch.tensor(sizes) / max(sum(sizes), 1) * len(sizes)
     uneven = len(sizes) == there.numel() and not all_ones(by_size)
     if uneven and all_ones(here) and all_ones(there.flatten() / by_size):
-        return finding("uneven batches", "batches of unequal size count alike in the mean", place)
+        return finding(
+            "uneven batches", "batches of unequal size have equal weights in the mean", place
+        )
     if not all_ones(there):
-        text = "the mean of the ranks' and passes' means is not that over all samples or tokens"
-        text += f": their weights are {rounded(here)}, and in one process {rounded(there)}"
+        text = (
+            "the mean of the means of ranks and passes is not the mean over all samples or tokens"
+        )
+        text += f": the weights are {rounded(here)}, and in one process {rounded(there)}"
         return finding("token weights", text, place)
     if not all_ones(here):
         who = "ranks"
         if several and bool((here.std(0, unbiased=False) < EQUAL_FACTORS).all()):
             who = "passes"
-        text = f"the {who} have the weights {rounded(here)}, and in one process all count alike"
+        text = f"the {who} have the weights {rounded(here)}, and in one process equal weights"
         return finding(f"{who} weighted", text, place)
     return None
 

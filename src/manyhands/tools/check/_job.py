@@ -1,4 +1,4 @@
-"""Describe how a script is run."""
+"""Describe how a script runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class CheckedScript:
-    """The script, and how it is run."""
+    """The script, with the conditions of a run."""
 
     script: str
     arguments: tuple[str, ...] = ()
     steps: int = 5
     float64: bool = True
-    module: bool = False  # the name is a module's, as for `python -m`
-    short: bool = True  # shorten epochs, so that the steps are of two epochs
-    accelerators: int = 0  # that the script sees, with the CPU in place of each
-    grouped: bool = False  # make the process group that the script makes for several ranks only
+    module: bool = False  # `script` is the name of a module, as for `python -m`
+    short: bool = True  # shorten epochs, so that the steps belong to two epochs
+    accelerators: int = 0  # visible to the script; the CPU simulates each
+    grouped: bool = False  # make a process group, which the script makes only for more ranks
 
     @property
     def folder(self) -> Path:
-        """The folder of the script, or of a module that runs with `-m`."""
+        """The folder of the script. With `-m`, the working folder."""
         return Path.cwd() if self.module else Path(self.script).resolve().parent

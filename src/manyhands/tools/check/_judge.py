@@ -1,11 +1,11 @@
-"""Run a script on several ranks and as one process, compare the runs, and look for a cause.
+"""Run a script on multiple ranks, replay their batches in a single process, and find a cause.
 
-1. The ranks run under the recorder. Some causes show in their records alone.
-2. One process runs with the ranks' batches: joined; else one after the other, and the optimizer
-   waits for the last.
-3. If a step has several passes, one process runs with all samples of the step in each pass.
-4. If the runs differ, other runs show whether the order of batches, the learning rates or the
-   weights of ranks and passes explain the difference.
+1. The ranks run under the recorder. Some causes are visible in the ranks' records.
+2. A replay is a run of a single process with the ranks' batches. Batches are joined if possible.
+   Otherwise the replay receives batch after batch. The optimizer waits for the last batch.
+3. If steps have multiple passes, a further replay has all samples of the step in each pass.
+4. After a difference, replays show whether the order of batches, the learning rates or the weights
+   of ranks and passes explain the difference.
 """
 
 import tempfile
@@ -22,15 +22,23 @@ from manyhands.tools.check._gradient_causes import GRADIENT_CAUSES, weighted_oth
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._processes import single_thread
 from manyhands.tools.check._rank_causes import BLOCK_CAUSES, RANK_CAUSES
-from manyhands.tools.check._records import Recording, Tensors
-from manyhands.tools.check._report import DIFFERS, EQUAL, EXCEPT, UNKNOWN, Finding, Verdict
+from manyhands.tools.check._records import Recording
+from manyhands.tools.check._report import (
+    DIFFERS,
+    EQUAL,
+    EXCEPT,
+    UNKNOWN,
+    Finding,
+    Verdict,
+    finding,
+)
 from manyhands.tools.check._runs import NotJudged, Runs
 
 # Relative distances that count as rounding.
 TIGHT = 1e-6  # in float64
 NATIVE = 2e-4  # in the script's precision
 WHOLE_STEPS = 1e-5  # between passes with all samples and passes with a part of them
-CAP = 3e-2  # no verdict if rounding is larger
+CAP = 3e-2  # the script is not judged if rounding is larger
 
 
 def check_script(
@@ -44,52 +52,53 @@ def check_script(
     module: bool = False,
     allow: Collection[str] = (),
 ) -> Verdict:
-    """Return whether a script, or a module, trains on several ranks as in one process.
+    """Return whether a script or module trains on multiple ranks as in a single process.
 
-    All runs are in float64, or in the script's precision if `float64` is False. None tries float64
-    first. `allow` has names of exceptions (`_report.EXCEPTIONS`) that count as equal.
+    Runs use float64, or the script's precision if `float64` is False. None selects the script's
+    precision only if float64 fails. `allow` has names of accepted `EXCEPTIONS`.
     """
-    # The first optimizer imports half of torch: once, here, and not in every process.
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     job = CheckedScript(script, tuple(arguments), steps, float64 is not False, module)
     deadline = time.monotonic() + seconds
-    with single_thread():
-        verdict = _attempt_both(job, ranks, deadline, fall_back=float64 is None)
+    with single_thread(), tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
+        runs = Runs(job, ranks, Path(folder), deadline)
+        verdict = _attempt_both(runs, fall_back=float64 is None)
     if verdict.code == EQUAL and not verdict.exceptions.keys() <= set(allow):
         verdict.code = EXCEPT
     return verdict
 
 
-def _attempt_both(job: CheckedScript, ranks: int, deadline: float, fall_back: bool) -> Verdict:
-    """Judge a script, with the CPU in place of accelerators if the script requires them."""
-    with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
-        check = Check(Runs(job, ranks, Path(folder), deadline))
-        check.attempt(fall_back)
-        if not check.needs_accelerators():
-            return check.verdict
-        second = Check(Runs(replace(job, accelerators=ranks), ranks, Path(folder), deadline))
-        second.attempt(fall_back)
+def _attempt_both(runs: Runs, fall_back: bool) -> Verdict:
+    """Judge a script, with simulated accelerators if necessary."""
+    job = runs.job
+    check = Check(runs)
+    check.attempt(fall_back)
+    if not check.needs_accelerators():
+        return check.verdict
+    simulating = replace(job, accelerators=runs.world)
+    again = Runs(simulating, runs.world, runs.folder, runs.deadline)
+    second = Check(again)
+    second.attempt(fall_back)
     if second.verdict.code != UNKNOWN:
-        second.verdict.notes.append("the CPU passed for an accelerator of each rank.")
+        second.verdict.notes.append("the CPU simulated an accelerator for each rank.")
         return second.verdict
     if check.verdict.code == UNKNOWN:
         reason = second.verdict.reason
-        check.verdict.reason += f" With the CPU in place of accelerators: {reason}"
+        check.verdict.reason += f" With accelerators simulated on the CPU: {reason}"
     return check.verdict
 
 
 class Check:
-    """Compares the runs of a script, and collects the verdict."""
+    """Compares the runs of a script, and makes the verdict."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
-        self.verdict = Verdict(UNKNOWN, runs.world)
+        self.verdict = Verdict(UNKNOWN, ranks=runs.world)
         self.case = Case([], runs.gradient_of)
-        self.floor = TIGHT  # distances up to it are rounding
-        self.largest: list[float] = []  # distance in each step
+        self.floor = TIGHT  # the largest distance that is rounding
+        self.largest: list[float] = []  # largest distance in each step
 
     def attempt(self, fall_back: bool) -> None:
-        """Judge, or note the reason why there is no result."""
+        """Judge, or note why this is impossible."""
         try:
             self.judge(fall_back)
         except NotJudged as reason:
@@ -97,12 +106,11 @@ class Check:
             self.verdict.reason = str(reason)
 
     def needs_accelerators(self) -> bool:
-        """Return whether a script that asks for accelerators may train otherwise with them."""
+        """Return whether accelerators could change the verdict."""
         unaveraged = any(found.cause == "not averaged" for found in self.verdict.findings)
-        return self.runs.ranks.asked and (self.verdict.code == UNKNOWN or unaveraged)
+        return self.runs.asked and (self.verdict.code == UNKNOWN or unaveraged)
 
     def judge(self, fall_back: bool) -> None:
-        """Judge in float64, or if that fails and may fall back, in the script's precision."""
         self.runs.run_ranks(fall_back)
         self.case.ranks = self.runs.ranks.records
         if not self.runs.job.float64:
@@ -110,19 +118,19 @@ class Check:
         if self.runs.ranks.hangs:
             alone = self.runs.run_one(None)
             if alone.failed:
-                raise NotJudged("the ranks hang, and " + alone.why("as one process"))
-            self.differs(Finding("hang", "ranks wait for ever, where one process does not"))
+                raise NotJudged("the ranks hang. " + alone.why("As one process"))
+            self.differs(finding("hang", "the ranks hang, and one process does not"))
             return
         if not any(record.steps for record in self.case.ranks):
             reason = "no torch optimizer made a step, and no parameter changed otherwise."
-            words = self.runs.ranks.last_words()
-            if words:
-                reason += f" The script's last words: {words}"
+            output = self.runs.ranks.last_output()
+            if output:
+                reason += f" Last output of the script: {output}"
             raise NotJudged(reason)
         if not any(record.grouped for record in self.case.ranks):
             raise NotJudged(
                 "the script makes no process group, so each rank trains alone. Call "
-                "torch.distributed.init_process_group(). Crews are not checked."
+                "torch.distributed.init_process_group(). The check does not support crews."
             )
         self.add_notes()
         if self.case.ranks[0].blocks:
@@ -131,17 +139,17 @@ class Check:
             self.judge_values()
 
     def judge_blocks(self) -> None:
-        """Look whether ranks that step alone are equal after a sync round."""
+        """Judge ranks that step alone by their equality after a sync round."""
         if self.find(BLOCK_CAUSES):
             return
         if all(self.case.unequal("params", number) for number in range(len(self.case.steps))):
-            raise NotJudged("in blocks, and no sync round ends in these steps: take more.")
+            raise NotJudged("no sync round of blocks ends in these steps. Raise --steps.")
         self.verdict.code = EQUAL
         self.verdict.blocks = True
         self.verdict.notes.append("blocks: ranks step alone, and are equal after a round.")
 
     def judge_values(self) -> None:
-        """Compare gradients and parameters of the ranks with those of one process."""
+        """Compare the ranks with replays."""
         self.check_movement()
         one = self.runs.first_replay()
         self.verdict.code = EQUAL
@@ -159,23 +167,25 @@ class Check:
             self.verdict.untested.append("means weighted by tokens, as batches cannot be joined")
 
     def check_movement(self) -> None:
-        """Raise if the steps would be equal in any case."""
+        """Raise if the steps would be equal even with a bug."""
         first = self.case.ranks[0]
         seen: set[str] = set()
         gradient = 0.0
+        finite = False
         moved = False
         previous = first.start
         for step in first.steps:
             gradient = max(gradient, largest_size(step.before), largest_size(step.grads))
+            finite = finite or all(bool(p.isfinite().all()) for p in step.params.values())
             for name, value in step.params.items():
                 moved = moved or name not in previous or not torch.equal(value, previous[name])
             previous = step.params
         for record in self.case.ranks:
             for batch in record.pass_samples(by_index=False):
                 seen.update(batch)
-        if all(not_finite(step.params) for step in first.steps):
+        if not finite:
             raise NotJudged("parameters are not finite after every step. Lower the learning rate.")
-        advice = "Equal steps would show nothing. Give the script other data, or take more --steps."
+        advice = "Use other data, or raise --steps."
         if any(step.grads for step in first.steps) and gradient == 0:
             raise NotJudged(f"all gradients are zero. {advice}")
         if not moved:
@@ -184,20 +194,26 @@ class Check:
             raise NotJudged(f"all samples are equal. {advice}")
 
     def explain(self, reproducible: bool) -> None:
-        """Find the cause of a difference, or find that the script's loss couples samples."""
+        """Find the cause of a difference, such as a loss that couples samples."""
         if reproducible and self.find(GRADIENT_CAUSES):
             return
         if self.judge_coupled():
             return
+        if not reproducible and self.runs.failure:
+            raise NotJudged(
+                "the gradient depends on the samples that share a batch, or on their order, so "
+                "the ranks' batches cannot be joined. A replay of the batches one by one failed: "
+                f"{self.runs.failure}"
+            )
         if not reproducible:
             raise NotJudged(
-                "the same batch in another order gives another gradient. Usually the loop "
-                "draws random numbers with a generator of its own."
+                "the gradient depends on the order of samples in a batch. A frequent reason is "
+                "a separate random generator in the loop."
             )
-        self.differs(Finding("unknown", "none that was tried"))
+        self.differs(finding("unknown", "none of the known causes"))
 
     def judge_coupled(self) -> bool:
-        """Judge with the ranks' batches one after the other, and return whether that succeeds."""
+        """Judge by a replay without joined batches, and return whether this explains all."""
         plan = replace(self.runs.plan, how="apart")
         if plan == self.runs.plan:
             return False
@@ -209,17 +225,17 @@ class Check:
             self.allow_rates(one)
         if self.case.difference is not None:
             return self.find(GRADIENT_CAUSES)
-        self.verdict.exceptions["coupled-loss"] = "; batches were compared one after the other"
+        self.verdict.exceptions["coupled-loss"] = "; batches were compared one by one"
         return True
 
     def compare(self, one: Recording) -> bool:
-        """Return whether the ranks and one process differ."""
+        """Return whether the ranks differ from a replay, and note the difference."""
         self.case.one = one
         self.largest, self.case.difference = compare(self.case.ranks[0], one, self.floor)
         return self.case.difference is not None
 
     def find(self, hypotheses: Sequence[Hypothesis]) -> bool:
-        """Add the finding of the first hypothesis that has one."""
+        """Add the first finding of the hypotheses, and return whether any exists."""
         for hypothesis in hypotheses:
             found = hypothesis(self.case)
             if found is not None:
@@ -228,7 +244,7 @@ class Check:
         return False
 
     def measure_rounding(self, one: Recording) -> bool:
-        """Raise the floor to the effect of the batches' order, and return whether it is small."""
+        """Raise the floor to the effect of the ranks' order, and return whether it is small."""
         reverse = self.runs.replay(replace(self.runs.plan, order=self.runs.plan.order[::-1]))
         if reverse is not None:
             largest, difference = compare(reverse, one, CAP)
@@ -238,7 +254,7 @@ class Check:
         return True
 
     def allow_rates(self, plain: Recording) -> None:
-        """If only the learning rate depends on the number of ranks, say so in a note."""
+        """Accept rates that depend on the number of ranks, with a note or an exception."""
         name = self.name_rates(plain)
         if not name:
             return
@@ -248,13 +264,14 @@ class Check:
         if one is not None and (first.rule or compare(first, one, self.floor)[1] is None):
             self.runs.plan = plan
             if first.rule:
-                self.verdict.notes.append("all was compared with the ranks' rates and gains.")
+                note = "one process used the ranks' rates and gains in the comparison."
+                self.verdict.notes.append(note)
             else:
-                self.verdict.exceptions[name] = "; all else was compared with the ranks' rates"
+                self.verdict.exceptions[name] = "; the comparison used the ranks' rates"
             self.compare(one)
 
     def name_rates(self, plain: Recording) -> str:
-        """Return the exception for rates that depend on the number of ranks, or "" for a bug."""
+        """Return the name of the exception, or "" if the rates are a bug."""
         first = self.case.ranks[0]
         if first.rule:
             return "learning-rate"
@@ -269,7 +286,7 @@ class Check:
         return "learning-rate"
 
     def check_whole_steps(self) -> None:
-        """Compare steps of several passes with steps whose passes each have all samples."""
+        """Compare with a replay in which each pass has all samples of the step."""
         first = self.case.ranks[0]
         passes = first.pass_ranges()[-1][1]
         if passes <= len(first.steps) or self.runs.plan.how == "apart":
@@ -292,32 +309,30 @@ class Check:
     def differs(self, found: Finding) -> None:
         if found.cause == "uneven batches":
             self.verdict.exceptions["uneven-batches"] = (
-                f" ({found.place}); later steps were left out"
+                f" ({found.place}); later steps were not compared"
             )
         else:
             self.verdict.code = DIFFERS
             self.verdict.findings = [found]
 
     def add_notes(self) -> None:
-        """Add what the ranks' records show beside gradients and parameters."""
         first = self.case.ranks[0]
         notes = self.verdict.notes
         if not self.runs.job.float64:
-            notes.append("compared in the script's own precision: it fails in float64.")
+            notes.append("the runs used the script's precision, not float64.")
         if first.noise:
             kinds = " and ".join(first.noise)
-            notes.append(f"{kinds}: switched off, or the same for every sample.")
+            notes.append(f"{kinds}: switched off, or equal for all samples.")
         if first.norms:
-            self.verdict.exceptions["batch-norm"] = ", and so did the one process"
+            self.verdict.exceptions["batch-norm"] = ", also in the comparison with one process"
         if first.manual:
-            notes.append("no torch optimizer: updates of parameters were compared as gradients.")
+            notes.append("no torch optimizer: gradients are the changes of parameters.")
         if first.idle:
             self.verdict.untested.append("an optimizer that made no step")
         if not first.complete:
             notes.append(f"the script ended after {len(first.steps)} steps.")
 
     def add_steps(self) -> None:
-        """Add a line for each step that was compared."""
         difference = self.case.difference
         self.verdict.steps = []
         for number, distance in enumerate(self.largest):
@@ -325,10 +340,6 @@ class Check:
             if difference is not None and difference.step == number:
                 text = describe_difference(difference)
             self.verdict.steps.append(f"step {number + 1}   {text}")
-
-
-def not_finite(tensors: Tensors) -> bool:
-    return any(not bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 
 def describe_difference(difference: Difference) -> str:

@@ -1,4 +1,4 @@
-"""Record the batches of each DataLoader, or give the ranks' batches instead."""
+"""Record or replace the batches of each DataLoader."""
 
 import random
 from collections import Counter, deque
@@ -19,12 +19,12 @@ from manyhands.tools.check._noise import FrozenNoise
 from manyhands.tools.check._records import Recording, SeenBatch, SeenLoader
 
 EVALUATED = 2  # batches of an evaluation in a shortened epoch
-READ_ON = 8  # batches of a shortened epoch that are read in addition
-LONGEST = 100_000  # samples of an epoch whose indices are noted
+READ_ON = 8  # additional batches of a shortened epoch
+LONGEST = 100_000  # noted indices of an epoch
 
 
 class LoaderRecorder:
-    """Watches the loaders of one process, and writes to its record."""
+    """Records the loaders of a process. In a replay, returns the ranks' batches."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class LoaderRecorder:
         self.record = record
         self.feed = feed
         self.noise = noise
-        self.limit = limit  # steps of an epoch, or None for whole epochs
+        self.limit = limit  # steps of an epoch, or None for full epochs
         self.cast = cast  # to the precision of the run
         self.place = place  # returns the script's current line
-        self.batches: dict[str, list[Any]] = {}  # that each loader gave
+        self.batches: dict[str, list[Any]] = {}  # by loader
         self.datasets: dict[str, Dataset[Any]] = {}  # of each loader
         self.latest = SeenBatch()
-        self.since_pass: set[str] = set()  # loaders that gave a batch since the last backward pass
+        self.since_pass: set[str] = set()  # loaders with a batch since the last backward pass
 
     def patch(self) -> None:
         wrap(DataLoader, "__init__", self._init)
@@ -53,7 +53,7 @@ class LoaderRecorder:
         patch_indices()
 
     def note_pass(self) -> None:
-        """Mark the loaders that gave a batch for the backward pass as training loaders."""
+        """Mark the loaders with a batch for the backward pass as training loaders."""
         for key in self.since_pass:
             self.record.loaders[key].trains = True
         self.since_pass.clear()
@@ -61,14 +61,14 @@ class LoaderRecorder:
     def describe_datasets(self) -> None:
         """Describe each data set by a few samples without noise.
 
-        Call it at the end. Files that are opened before worker processes start may not be shared.
+        Call this method last: worker processes must not share files that a data set opens here.
         """
         self.noise.thaw()
         for key, dataset in self.datasets.items():
             seen = self.record.loaders[key]
             if not seen.trains:
                 continue
-            with suppress(Exception):  # no index or length: the batches' values are compared
+            with suppress(Exception):  # no index or length; batches are compared by values
                 size = len(dataset)  # type: ignore[arg-type]
                 found: list[Any] = [size]
                 for index in (0, (size - 1) // 2, size - 1):
@@ -132,7 +132,7 @@ class LoaderRecorder:
         self.since_pass.discard(key)  # an evaluation that did not switch gradients off
 
     def _is_long(self, key: str, batches: int, steps: int) -> bool:
-        """Return whether to end an epoch after these batches; it began after `steps` steps."""
+        """Return whether to end an epoch, after these batches and since step `steps`."""
         if self.limit is None or (self.feed is not None and self.feed.replaces(key)):
             return False
         if not torch.is_grad_enabled():
@@ -141,10 +141,7 @@ class LoaderRecorder:
         return max(made.values(), default=0) >= self.limit
 
     def _read_on(self, batches: Any, batch: Any, rest: SeenBatch) -> None:
-        """Note samples of a shortened epoch that the script does not get.
-
-        Ranks may share samples later in the epoch.
-        """
+        """Note samples of a shortened epoch after the cut, which ranks may share."""
         with suppress(StopIteration):
             for _ in range(READ_ON):
                 rest.hashes += row_hashes(map_tensors(batch, self.cast))
@@ -167,7 +164,7 @@ def copy_of(tensor: Any) -> Tensor:
 
 
 def patch_indices() -> None:
-    """Let the iterators of loaders note the indices that they draw."""
+    """Make the iterators of loaders note the drawn indices."""
     wrap(_BaseDataLoaderIter, "_reset", _reset)
     wrap(_BaseDataLoaderIter, "_next_index", _next_index)
 
@@ -184,7 +181,7 @@ def _next_index(draw: Any, iterator: Any) -> Any:
 
 
 def next_indices(batches: Any) -> list[int]:
-    """Return the indices of the iterator's next batch, if these are known."""
+    """Return the indices of the iterator's next batch, if known."""
     drawn = getattr(batches, "check_drawn", None)
     if not drawn:
         return []

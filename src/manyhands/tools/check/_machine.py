@@ -1,7 +1,7 @@
 """Replace GPUs, NCCL, compilation and low precisions in a process of a run.
 
 CUDA devices become the CPU, NCCL becomes gloo, and functions are not compiled. Lower precisions
-become float64, whose rounding is a billion times smaller.
+become float64, which reduces rounding by a factor of a billion.
 """
 
 import functools
@@ -16,19 +16,20 @@ from torch.distributed.nn.functional import all_gather
 from torch.overrides import TorchFunctionMode
 
 from manyhands.tools.check._job import CheckedScript
+from manyhands.tools.check._processes import Rank
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = ("float", "half", "bfloat16")
-MADE = ("from_numpy", "as_tensor", "tensor", "load")  # from numbers that are not torch's
+MADE = ("from_numpy", "as_tensor", "tensor", "load")  # make tensors from other data
 
-ACCELERATOR = torch.device("cuda")  # of which a script may read the type
+ACCELERATOR = torch.device("cuda")  # a script may read the type
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function, in this process, by `around`, which gets it as its first argument."""
+    """Replace a function in this process. `around` receives the original as first argument."""
     original = getattr(owner, name)
 
-    @functools.wraps(original, updated=())  # others read names and signatures
+    @functools.wraps(original, updated=())  # other libraries read names and signatures
     def replaced(*args: Any, **named: Any) -> Any:
         return around(original, *args, **named)
 
@@ -36,25 +37,25 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def wrap_step(optimizer: Any, around: Callable[..., Any]) -> None:
-    """Replace the step of an optimizer's class, unless it is replaced."""
+    """Replace the step of an optimizer's class, unless it was replaced."""
     kind: Any = type(optimizer)
     if not hasattr(kind.step, "of_check"):
         wrap(kind, "step", around)
         kind.step.of_check = True
-        kind.step.hooked = True  # torch's hooks are inside already
+        kind.step.hooked = True  # the original runs torch's hooks
 
 
 def ignore(*_: Any, **__: Any) -> None:
-    """Do nothing in place of a function."""
+    """Replace functions of GPUs that the CPU does not need."""
 
 
 def unchanged(_: Any, value: Any, *__: Any, **___: Any) -> Any:
-    """Return the first argument in place of a function."""
+    """Return the first argument in place of a function's result."""
     return value
 
 
 class Generator(torch.Generator):
-    """A generator of the CPU for every device."""
+    """A generator on the CPU for any device."""
 
     def __new__(cls, device: Any = None) -> "Generator":
         return super().__new__(cls)
@@ -69,7 +70,7 @@ class Machine(TorchFunctionMode):
         # Notes a question for accelerators, and returns whether the script asks.
         self.is_script: Callable[[], bool] = bool
         self.watch: Callable[[Any, Any], tuple[Any, Any]] | None = None  # may replace arguments
-        self.note: Callable[[Any, Any], None] | None = None  # sees arguments and result
+        self.note: Callable[[Any, Any], None] | None = None  # receives arguments and result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -88,7 +89,7 @@ class Machine(TorchFunctionMode):
         return result
 
     def replace_all(self, args: Any, named: Any, key: str) -> tuple[Any, Any]:
-        """Replace devices and precisions; `key` is the keyword of positional arguments."""
+        """Replace devices and precisions. `key` is the keyword of positional arguments."""
         args = [self.replace(value, key) for value in args]
         named = {name: self.replace(value, name) for name, value in named.items()}
         return args, named
@@ -103,10 +104,9 @@ class Machine(TorchFunctionMode):
         return value
 
 
-def patch(rank: int, world: int, job: CheckedScript) -> Machine:
+def patch(rank: Rank, job: CheckedScript) -> Machine:
     """Replace everything that needs a GPU in this process, and return the active mode."""
-    float64 = job.float64
-    mode = Machine(float64)
+    mode = Machine(job.float64)
     module = torch.nn.Module
     parallel = torch.nn.parallel.DistributedDataParallel
 
@@ -144,21 +144,22 @@ def patch(rank: int, world: int, job: CheckedScript) -> Machine:
     wrap(torch, "load", load)
     wrap(torch, "compile", compiled)
     wrap(parallel, "__init__", ddp)
-    wrap(parallel, "_passing_sync_batchnorm_handle", ignore)  # refuses a CPU
+    wrap(parallel, "_passing_sync_batchnorm_handle", ignore)  # requires a GPU
     wrap(torch.nn.SyncBatchNorm, "forward", synchronized_norm)
     torch.Generator = Generator  # type: ignore[misc]
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    if float64:
+    if job.float64:
         _patch_precision()
-    _patch_groups(rank, world)
+    _patch_groups(rank)
     mode.__enter__()
     return mode
 
 
 def _patch_accelerators(mode: Machine, count: int) -> None:
-    """Let the CPU pass for several GPUs, if there is a count, and note questions for them."""
+    """Simulate `count` GPUs on the CPU, and note questions for GPUs.
 
-    # Libraries get the true answer: they use functions that are not replaced.
+    Libraries receive the true answer.
+    """
 
     def is_available(ask: Any, *args: Any) -> bool:
         return (mode.is_script() and count > 0) or ask(*args)
@@ -193,17 +194,27 @@ def _patch_precision() -> None:
     torch.set_default_dtype(torch.float64)
     wrap(torch, "set_default_dtype", ignore)
     wrap(torch.autocast, "__init__", disabled)
-    wrap(torch.amp.GradScaler, "__init__", unscaled)  # scales in float32 only
+    wrap(torch.amp.GradScaler, "__init__", unscaled)  # scales only float32
     for name in CASTS:
         wrap(torch.nn.Module, name, double)
 
 
-def _patch_groups(rank: int, world: int) -> None:
-    """Make every group gloo's and every mesh the CPU's, and spawn no processes."""
-    address = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"  # which a script may change
+def _patch_groups(rank: Rank) -> None:
+    """Use gloo for groups, the CPU for meshes, and this process for spawned processes."""
+    world = rank.world
 
     def init(begin: Any, *_: Any, timeout: Any = None, **__: Any) -> None:
-        begin("gloo", address, timeout, world, rank)
+        # The parent has opened the port, so that no other program can take it.
+        listener = os.dup(rank.listener) if rank.number == 0 else None
+        store = dist.TCPStore(
+            "127.0.0.1",
+            rank.port,
+            world,
+            is_master=rank.number == 0,
+            multi_tenant=True,  # a script may make the group again
+            master_listen_fd=listener,
+        )
+        begin("gloo", None, timeout, world, rank.number, store)
 
     def group(
         new: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *_: Any,
@@ -217,13 +228,13 @@ def _patch_groups(rank: int, world: int) -> None:
     def spawn(_: Any, function: Any, args: Any = (), nprocs: int = 1, *__: Any, **___: Any) -> None:
         if nprocs == 1 and world > 1:
             raise ValueError(
-                "the script starts one process, and a check needs several: "
-                "give it an option for the number of processes"
+                f"the script spawns 1 process, but the check requires {world}. "
+                "Set the number of processes with an option of the script."
             )
         if nprocs not in (0, world) and world > 1:
-            raise ValueError(f"{nprocs} processes are started: check it with --ranks {nprocs}")
-        # One process replaces an argument that is the number of processes, too.
-        function(rank, *(world if type(a) is int and a == nprocs else a for a in args))
+            raise ValueError(f"the script spawns {nprocs} processes. Give --ranks {nprocs}.")
+        # In a replay, also replace an argument equal to the number of processes.
+        function(rank.number, *(world if type(a) is int and a == nprocs else a for a in args))
 
     for owner in (dist, dist.distributed_c10d):
         wrap(owner, "init_process_group", init)
@@ -234,7 +245,7 @@ def _patch_groups(rank: int, world: int) -> None:
 
 
 def synchronized_norm(_: Any, module: Any, x: Tensor) -> Tensor:
-    """Normalize with the statistics of all ranks, whose batches have one size."""
+    """Normalize with the statistics of all ranks. Batches must have equal sizes."""
     training = module.training or module.running_mean is None
     stored = (module.weight, module.bias, module.running_mean, module.running_var)
     momentum = module.momentum or 0.1

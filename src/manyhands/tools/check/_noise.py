@@ -1,8 +1,8 @@
-"""Switch dropout off, and draw the same random numbers for every sample.
+"""Switch dropout off, and draw equal random numbers for all samples.
 
-Random numbers must not depend on the division of samples among ranks. Loaders draw as the script
-asks. Between a loader's batches and inside modules, each draw is the same for every sample and on
-every rank.
+Random numbers must not depend on the division of samples among ranks. Between the batches of a
+loader and inside modules, each draw is therefore equal for all samples and on all ranks. Loaders
+draw unchanged numbers.
 """
 
 import random
@@ -28,14 +28,14 @@ NORMAL = Tensor.normal_  # before it is replaced
 
 
 class FrozenNoise:
-    """The kinds of noise that were switched off, and whether random numbers are frozen now."""
+    """Replaces random numbers of this process while they are frozen."""
 
     def __init__(self, exchange: Callable[[Tensor], Tensor]) -> None:
         self.exchange = exchange  # of random numbers from a generator of the script
         self.frozen = False
-        self.step = 0  # of the optimizer; each step draws other numbers
-        self.used: set[str] = set()
-        # The script's random states of `random` and numpy, while these are frozen.
+        self.step = 0  # of the optimizer; each step draws different numbers
+        self.used: set[str] = set()  # kinds of replaced numbers
+        # The script's states of `random` and numpy, while these are frozen.
         self.python: tuple[Any, Any] | None = None
 
     def patch(self) -> None:
@@ -54,7 +54,7 @@ class FrozenNoise:
             wrap(torch, name, self._draw_rows)
 
     def freeze(self) -> None:
-        """Draw the same for every sample and on every rank, with `random` and numpy as well."""
+        """Draw equal numbers for all samples and ranks, also with `random` and numpy."""
         self.frozen = True
         if self.python is None:
             self.python = (random.getstate(), numpy.random.get_state())
@@ -62,7 +62,7 @@ class FrozenNoise:
         numpy.random.seed(self.step)
 
     def thaw(self) -> None:
-        """Draw as the script asks."""
+        """Draw unchanged numbers."""
         self.frozen = False
         if self.python is not None:
             random.setstate(self.python[0])
@@ -85,7 +85,7 @@ class FrozenNoise:
         return attention(query, key, value, attn_mask, 0.0, *args, **named)
 
     def _replaces(self, named: dict[str, Any]) -> bool:
-        """Return whether to replace a draw with these arguments, and note the replacement."""
+        """Return whether to replace a draw, and note the replacement."""
         if not self.frozen or named.get("generator") is not None:
             return False
         self.used.add("noise")
@@ -93,12 +93,12 @@ class FrozenNoise:
 
     @contextmanager
     def _seeded(self, *key: Any) -> Iterator[None]:
-        """Seed torch's generator from the step and a key, and restore it afterwards."""
+        """Seed torch's generator temporarily with the step and `key`."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(zlib.crc32(repr((self.step, *key)).encode()))
             yield
 
-    # Each method draws as the script asks first, so that the random state moves as usual.
+    # Each method makes the original draw first, so that the random state advances as usual.
 
     def _draw(self, draw: Any, *args: Any, **named: Any) -> Any:
         out = draw(*args, **named)
@@ -111,7 +111,7 @@ class FrozenNoise:
             return torch.arange(len(out), dtype=out.dtype)
         row = out[:1] if out.dim() else out
         with torch.no_grad(), self._seeded(name, *row.shape):
-            if name in ("randn", "randn_like"):  # a row's values depend on the number of rows
+            if name in ("randn", "randn_like"):  # whose values depend on the number of rows
                 row = NORMAL(torch.empty_like(row))
             elif name in FILLS:
                 row = draw(torch.empty_like(row), *args[1:], **named)
@@ -143,7 +143,7 @@ class FrozenNoise:
         return out
 
     def _draw_rows(self, draw: Any, given: Tensor, **named: Any) -> Tensor:
-        """Draw from the distribution of each sample, or from a common one."""
+        """Draw from the distribution of each sample, or from a common distribution."""
         out = draw(given, **named)
         if not self._replaces(named):
             return out

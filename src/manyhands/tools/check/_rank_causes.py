@@ -1,4 +1,4 @@
-"""Find causes of a difference in the ranks' records alone, cheapest first.
+"""Hypotheses about the ranks' records, which need no replay, cheapest first.
 
 To add a cause, write a function that returns a finding or None, add it to `RANK_CAUSES`, and add a
 script with the bug to tests/check.
@@ -7,12 +7,10 @@ script with the bug to tests/check.
 from collections import Counter
 from typing import Any
 
-from manyhands.tools.check._case import Case, Hypothesis, describe, finding
-from manyhands.tools.check._compare import ROUNDING, largest_size, size, unequal
+from manyhands.tools.check._case import Case, Hypothesis
+from manyhands.tools.check._compare import ROUNDING, largest_size, size
 from manyhands.tools.check._records import SeenLoader
-from manyhands.tools.check._report import Finding
-
-START_LIMIT = 1e-9  # relative distance of equal initial parameters
+from manyhands.tools.check._report import Finding, describe, finding
 
 
 def unequal_steps(case: Case) -> Finding | None:
@@ -24,11 +22,13 @@ def unequal_steps(case: Case) -> Finding | None:
 
 def unequal_start(case: Case) -> Finding | None:
     trained = case.steps[0].params
-    names = unequal([record.start for record in case.ranks], START_LIMIT)
-    names = [name for name in names if name in trained]
+    names = []
+    for name in case.unequal_start:
+        if name in trained and name not in case.untrained_copies:
+            names.append(name)
     if names and case.unequal("params", 0):
         which = describe(names, len(trained))
-        return finding("different start", f"the ranks begin with other values of {which}")
+        return finding("different start", f"the ranks start with different values of {which}")
     return None
 
 
@@ -45,31 +45,30 @@ def unequal_gradients(case: Case) -> Finding | None:
         names = case.unequal("grads", number)
         moved = case.unequal("params", number)
         if moved and not names:
-            return None  # another cause
+            return None  # a different cause
         if set(names).isdisjoint(moved):
-            continue  # each rank has gradients of the shard that it steps
+            continue  # each rank has the gradients of the rank's shard
         on_all = set(step.grads)
         for record in case.ranks:
             on_all &= record.steps[number].grads.keys()
         missing = [name for name in names if name not in on_all]
         if missing:
-            text = f"in step {number + 1} only some ranks have a gradient of {describe(missing, 0)}"
+            text = f"in step {number + 1} only some ranks have a gradient of {describe(missing)}"
             return finding("used by some ranks", text, step.last_pass)
         if step.before and not case.unequal("before", number):
-            return finding("clipping norm", "each rank clips by a norm of its own", step.place)
+            return finding("clipping norm", "each rank clips by a separate norm", step.place)
         least = ROUNDING * largest_size(step.grads)
         large = {name for name, gradient in step.grads.items() if size(gradient) > least}
         if large.issubset(names):
-            text = f"in step {number + 1} each rank steps with a gradient of its own"
+            text = f"in step {number + 1} each rank steps with a separate gradient"
             return finding("not averaged", text, step.last_pass)
         which = describe(names, len(step.params))
-        text = f"in step {number + 1} each rank steps with a gradient of {which} of its own"
+        text = f"in step {number + 1} each rank steps with a separate gradient of {which}"
         return finding("some not averaged", text, step.last_pass)
     return None
 
 
 def clipped_early(case: Case) -> Finding | None:
-    """Find ranks that clip their gradients before the average."""
     for number, step in enumerate(case.steps):
         if case.unequal("before", number) and not case.unequal("grads", number):
             return finding("clipping norm", "each rank clips before the average", step.place)
@@ -81,13 +80,13 @@ def drift(case: Case) -> Finding | None:
         names = case.unequal("params", number)
         if names:
             text = f"the ranks' {describe(names, len(step.params))} differ since step {number + 1}"
-            text += ", though their gradients and rates are equal"
+            text += ", although gradients and rates are equal"
             return finding("drift", text, step.place)
     return None
 
 
 def state_differs(case: Case) -> Finding | None:
-    """Find state that was equal on all ranks and is not any more, such as a teacher or a queue."""
+    """Find state that becomes unequal, such as a teacher or a queue."""
     equal: set[str] = set()
     for number, step in enumerate(case.steps):
         for name in step.state:
@@ -95,17 +94,17 @@ def state_differs(case: Case) -> Finding | None:
             if len(marks) == 1:
                 equal.add(name)
             elif name in equal and "" not in marks:
-                text = f"the ranks have other values of {name} since step {number + 1}"
+                text = f"the ranks have different values of {name} since step {number + 1}"
                 return finding("state differs", f"{text}, and the loss depends on it")
     return None
 
 
 def shared_samples(case: Case) -> Finding | None:
-    """Find ranks that see the same samples, in the same steps or elsewhere in the first epoch."""
+    """Find samples that ranks share, in a step or in the first epoch."""
     loaders: list[SeenLoader] = []
     for record in case.ranks:
         loaders += record.training_loaders().values()
-    # Noise in the data set hides that two samples are one. Their indices show it, in equal sets.
+    # Noise in a data set changes hashes. Compare indices if all ranks use equal data sets.
     data_sets = {loader.data for loader in loaders}
     by_index = len(data_sets) == 1 and "" not in data_sets
     by_index = by_index and all(loader.indexed for loader in loaders)
@@ -123,7 +122,7 @@ def shared_samples(case: Case) -> Finding | None:
             return None
         used = sum(map(len, record.pass_samples(False)))
         if used <= 0.6 * sum(map(len, own[0].orders(False))):
-            return None  # each rank takes its part of the loader's batches
+            return None  # each rank selects a part of the loader's batches
     if by_index and all(loader.shuffles_all for loader in loaders):
         text = f"each of {len(loaders)} ranks draws from all samples of the data set"
         return finding("seen twice", text, place)
@@ -136,15 +135,15 @@ def shared_samples(case: Case) -> Finding | None:
         counts.update(distinct)
     twice = len(counts) - list(counts.values()).count(1)
     if twice > max(len(epochs) - 1, 0.05 * len(counts)):
-        text = f"{twice} of {len(counts)} samples of an epoch are seen by more than one rank"
+        text = f"more than one rank sees {twice} of {len(counts)} samples of an epoch"
         return finding("seen twice", text, place)
     return None
 
 
 def same_in_passes(seen: list[list[list[Any]]]) -> bool:
-    """Return whether the ranks' passes have the same samples, given for each rank and pass."""
+    """Return whether the passes of different ranks have equal samples, by rank and pass."""
     first = seen[0][0]
-    # Draws of rank 0 alone, say for an evaluation, part ranks of one seed after a batch or two.
+    # Ranks with equal seeds may diverge later, for example if only rank 0 evaluates.
     if len(set(first)) > 1 and all(batches[0] == first for batches in seen):
         return True
     same = 0
@@ -161,7 +160,7 @@ def carried_over(case: Case) -> Finding | None:
         return None
     for number, step in enumerate(case.steps):
         if number and step.carried:
-            text = f"the gradient of step {number + 1} still holds that of step {number}"
+            text = f"the gradient of step {number + 1} includes the gradient of step {number}"
             return finding("gradients not cleared", text, step.last_pass)
     return None
 
@@ -172,18 +171,18 @@ def same_order(case: Case) -> Finding | None:
         if not loader.reshuffles or len(orders) < 2 or len(set(orders[0])) <= 2:
             continue
         if orders[0][: len(orders[1])] == orders[1]:
-            return finding("same order", "all epochs have the samples in one order", loader.place)
+            return finding("same order", "all epochs have one order of samples", loader.place)
     return None
 
 
 def part_of_the_model_left_out(case: Case) -> Finding | None:
-    """Find parameters that differ between ranks even after a sync round of blocks."""
-    # Not after the first step, in which Adam moves by the gradient's sign.
+    """Find parameters that differ between ranks after a sync round of blocks."""
+    # Omit the first step, in which Adam moves by the gradient's sign.
     unequal_ones = [case.unequal("params", number) for number in range(1, len(case.steps))]
     least = min(unequal_ones, key=len, default=[])
     if 0 < len(least) < len(case.steps[0].params):
-        which = describe(least, 0)
-        text = f"the ranks' {which} differ after every step, and others are equal at times"
+        which = describe(least)
+        text = f"the ranks' {which} differ after every step, unlike other parameters"
         return finding("some not averaged", text, case.steps[0].place)
     return None
 
@@ -200,7 +199,7 @@ RANK_CAUSES: list[Hypothesis] = [
     same_order,
     state_differs,
 ]
-# Of ranks that step alone in manyhands.blocks, and are equal after a sync round only.
+# For ranks that step alone in manyhands.blocks, and are equal only after a sync round.
 BLOCK_CAUSES: list[Hypothesis] = [
     unequal_steps,
     shared_samples,

@@ -1,7 +1,7 @@
-"""Record each optimizer step of a script, without a change to the script.
+"""Record each optimizer step of an unmodified script.
 
-Methods of torch's classes are replaced. Calls of modules show the parameters and the samples,
-`backward` shows the passes, and `step` shows gradients and parameters. In a replay, a `Feed` gives
+The recorder replaces methods of torch's classes. Calls of modules show parameters and samples,
+`backward` shows passes, and `step` shows gradients and parameters. In a replay, a `Feed` supplies
 the ranks' samples and initial parameters.
 """
 
@@ -24,31 +24,23 @@ from manyhands.tools.check._batches import map_tensors, row_hashes, size_of, ten
 from manyhands.tools.check._feed import NOISE, Feed
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._loaders import LoaderRecorder, copy_of
-from manyhands.tools.check._machine import wrap, wrap_step
+from manyhands.tools.check._machine import Machine, wrap, wrap_step
 from manyhands.tools.check._noise import FrozenNoise
 from manyhands.tools.check._records import Recording, SeenBatch, SeenStep, Tensors
 from manyhands.tools.check._state import StateWatch
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module"}
 OUTSIDE = ("site-packages", "dist-packages", "/lib/python", "manyhands/tools/check", "<")
-PATIENCE = 10  # times the wanted steps, in which every optimizer has to make one
-
-
-def is_wrapper(module: torch.nn.Module) -> bool:
-    """Return whether a module only wraps another, like DistributedDataParallel."""
-    names = list(module._modules)
-    return len(names) == 1 and names[0] in WRAPPERS
+PATIENCE = 10  # multiple of the requested steps in which every optimizer must make a step
 
 
 class Recorder:
-    """Watches one process, whose script is in `folder`, and calls `finish` after the last step."""
+    """Records the process, and calls `finish` after the last step."""
 
-    def __init__(
-        self, job: CheckedScript, folder: Path, feed: Feed | None, finish: Callable[[], None]
-    ) -> None:
+    def __init__(self, job: CheckedScript, feed: Feed | None, finish: Callable[[], None]) -> None:
         self.wanted = job.steps
         self.float64 = job.float64
-        self.folder = folder
+        self.folder = job.folder
         self.feed = feed
         self.finish = finish  # does not return
         self.noise = FrozenNoise(self._exchange_draw)
@@ -57,40 +49,45 @@ class Recorder:
         limit = math.ceil(job.steps / 2) if job.short else None  # two epochs in these steps
         self.loaders = LoaderRecorder(self.record, feed, self.noise, limit, self.cast, self.place)
         self.state = StateWatch(self.place, self.name_of)
-        # The ranks' steps, whose rates and gains a replay may use.
+        # The ranks' steps, if a replay uses their rates and gains.
         self.rank_steps: Iterator[SeenStep] = iter(())
         if feed is not None and feed.plan.rates:
             self.rank_steps = iter(feed.ranks.steps)
         self.rank_step = next(self.rank_steps, SeenStep())
         # Modules.
         self.depth = 0  # nested calls of modules
-        self.roots = 0  # outermost modules so far
+        self.roots = 0  # number of outermost modules
         self.named: Tensors = {}  # parameters and buffers by name
-        self.in_modules: set[int] = set()  # ids of those in `named` that belong to a module
-        self.inside = False  # a module below the wrappers is being called
-        # Samples of the latest outermost call of a module.
+        self.in_modules: set[int] = set()  # ids of tensors in `named` that belong to a module
+        self.inside = False  # during a call of a module below the wrappers
+        # Samples.
         self.inputs: list[list[Tensor]] = []  # of modules and losses, by backward pass
         self.draws: list[list[Tensor]] = []  # of the script's generators, by backward pass
-        self.samples = SeenBatch()
-        self.size = 0  # samples before a feed replaced them
-        self.growth = 1.0  # samples afterwards, as a multiple
+        self.samples = SeenBatch()  # of the latest outermost call of a module
+        self.size = 0  # samples before a feed replaced the batch
+        self.growth = 1.0  # samples afterwards, as a multiple of `size`
         # Optimizers.
         self.stepping = False
-        self.held = False  # the latest step waits for another rank's batch
+        self.held = False  # the latest step waits for the batch of a further rank
         self.scheduled = 0  # steps of all schedules
         self.unused: WeakSet[Optimizer] = WeakSet()  # made no step yet
         self.stepped: set[int] = set()  # ids of parameters that an optimizer has stepped
         self.optimizers = False  # the script made an optimizer of torch
         self.unmoved: Tensors = {}  # parameters after a backward pass, if there is no optimizer
 
-    def patch(self) -> None:
+    def patch(self, mode: Machine) -> None:
+        mode.watch = self.exchange_targets
+        mode.is_script = self.is_script
+        if self.feed is None:
+            mode.note = self.note_call
         self.noise.patch()
         self.loaders.patch()
         wrap(torch.nn.Module, "__call__", self._call)
         wrap(torch.autograd, "backward", self._backward)
         wrap(torch, "batch_norm", self._batch_norm)  # F.batch_norm would call its replacement
         wrap(Optimizer, "__init__", self._init_optimizer)
-        wrap(Optimizer, "zero_grad", self._zero_grad)
+        for kind in (Optimizer, torch.nn.Module):
+            wrap(kind, "zero_grad", self._zero_grad)
         wrap(LRScheduler, "step", self._step_schedule)
         wrap(ScalingRuleBase, "gain", self._gain)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -105,11 +102,11 @@ class Recorder:
 
     @property
     def source(self) -> dict[str, list[Any]]:
-        """Return the samples and random numbers that a `Feed` reads."""
+        """The samples and random numbers that a `Feed` reads."""
         return {"": self.inputs, NOISE: self.draws, **self.loaders.batches}
 
     def place(self) -> str:
-        """Return the current file and line of the script, and note the libraries on the stack."""
+        """Return the script's current file and line, and note libraries on the stack."""
         frame = sys._getframe(1)
         best = ""
         while frame is not None:
@@ -147,7 +144,9 @@ class Recorder:
                 self._note_manual_step()
                 args, named = self._enter(module, args, named)
         inside = self.inside
-        if not inside and not is_wrapper(module):  # wrappers have sent rank 0's buffers by now
+        parts = list(module._modules)
+        is_wrapper = len(parts) == 1 and parts[0] in WRAPPERS  # such as DistributedDataParallel
+        if not inside and not is_wrapper:  # the wrappers have broadcast rank 0's buffers
             self.inside = True
             if self.feed is None:
                 self.state.note_module(module)
@@ -161,14 +160,14 @@ class Recorder:
             self.noise.frozen = frozen
 
     def _enter(self, module: Any, args: Any, named: Any) -> tuple[Any, Any]:
-        """Note the outermost call of a module, and exchange its inputs."""
+        """Note the outermost call of a module, and exchange inputs."""
         trained = [p for p in module.parameters() if p.requires_grad]
         if not self.in_modules.issuperset(map(id, trained)):
             self._add_root(module)
         args, named = map_tensors((args, named), self.cast)
         given = tensors_of((args, named))
         self.state.note_samples(given)
-        if any(t.requires_grad for t in given):  # from another module
+        if any(t.requires_grad for t in given):  # results of other modules
             return self.exchange_targets(args, named)
         if not given or not trained:
             return args, named
@@ -183,7 +182,7 @@ class Recorder:
         return args, named
 
     def _add_root(self, module: Any) -> None:
-        """Name the tensors of an outermost module, and start them from the ranks' values."""
+        """Name the tensors of an outermost module. In a replay, set the ranks' initial values."""
         self.roots += 1
         prefix = f"model {self.roots}: " if self.roots > 1 else ""
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -193,7 +192,7 @@ class Recorder:
                 continue
             self.in_modules.add(id(tensor))
             if self.feed is not None and short in self.feed.ranks.start:
-                # The only process holds the whole tensor, even if it is a DTensor.
+                # The only process has the full tensor, also of a DTensor.
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
                 local.detach().copy_(self.feed.ranks.start[short])
             self.record.start[short] = copy_of(tensor)
@@ -203,7 +202,7 @@ class Recorder:
                 part.dropout = 0.0
 
     def exchange_targets(self, args: Any, named: Any) -> tuple[Any, Any]:
-        """Exchange tensors that the script brings together with the model's output."""
+        """Exchange tensors that the script combines with the model's output."""
         if self.depth or self.stepping or not self.size or not torch.is_grad_enabled():
             return args, named
         sizes: set[float] = set()
@@ -223,7 +222,7 @@ class Recorder:
         return tensor
 
     def _exchange(self, value: Any, sizes: set[float]) -> Any:
-        """Record the tensors with one of these sizes, or replace them by the ranks'."""
+        """Record tensors of certain sizes, or replace the tensors by the ranks' tensors."""
         number = self.record.backward_passes
 
         def exchange(tensor: Tensor) -> Tensor:
@@ -241,7 +240,7 @@ class Recorder:
         return map_tensors(value, exchange)
 
     def _exchange_draw(self, drawn: Tensor) -> Tensor:
-        """Record random numbers from a generator of the script, or return the ranks'."""
+        """Record random numbers from a generator of the script, or return the ranks' numbers."""
         number = self.record.backward_passes
         if self.feed is not None:
             return self.feed.noise(drawn, number)
@@ -256,9 +255,9 @@ class Recorder:
         if self.feed is None or not training:
             return norm(x, weight, bias, *rest)
         outs = []
-        for chunk in self.feed.divide(x):  # each rank's samples have separate statistics
+        for chunk in self.feed.divide(x):  # the samples of each rank have separate statistics
             outs.append(norm(chunk, weight, bias, mean, var, training, *others))
-            mean = None  # rank 0's update the running statistics
+            mean = None  # only rank 0's samples update the running statistics
             var = None
         return torch.cat(outs)
 
@@ -274,7 +273,7 @@ class Recorder:
         self.now.passes.append(self.place())
         self.loaders.note_pass()
         if self.feed is not None and self.feed.plan.how == "apart" and isinstance(tensors, Tensor):
-            tensors = tensors / self.feed.plan.times  # as the ranks' gradients are averaged
+            tensors = tensors / self.feed.plan.times  # like the average of the ranks' gradients
         backward(tensors, *args, **named)
         self.record.backward_passes += 1
         self.now.batches.append(self.samples)
@@ -283,19 +282,18 @@ class Recorder:
             self.unmoved = self.parameters()
 
     def is_script(self) -> bool:
-        """Return whether the script, and not a library, asks for an accelerator; note it."""
-        frame = sys._getframe(3)  # who calls the function that calls this method
+        """Return whether the script, not a library, asks for an accelerator, and note this."""
+        frame = sys._getframe(3)  # the caller of the function that calls this method
         asks = frame.f_code.co_filename.startswith(str(self.folder))
         self.record.asked |= asks
         return asks
 
     def note_call(self, arguments: Any, result: Any) -> None:
-        """Note an operation of the script or of a module."""
         if not self.stepping and detect_fake_mode() is None:
             self.state.note_call(arguments, result)
 
     def _name_leaves(self, tensors: Any) -> None:
-        """Name the trained tensors that belong to no module, if there is no optimizer."""
+        """Name the trained tensors outside modules, if there is no optimizer."""
         nodes = [tensor.grad_fn for tensor in tensors_of([tensors]) if tensor.grad_fn is not None]
         seen = set(nodes)
         while nodes:
@@ -312,7 +310,7 @@ class Recorder:
                     nodes.append(following)
 
     def _note_manual_step(self) -> None:
-        """Note a step that the script has made without an optimizer of torch."""
+        """Note a step without an optimizer of torch."""
         if self.optimizers or not self.unmoved:
             return
         now = self.parameters()
@@ -336,7 +334,6 @@ class Recorder:
         return {n: copy_of(p.grad) for n, p in self.trained().items() if p.grad is not None}
 
     def waiting(self) -> bool:
-        """Return whether the optimizer waits for another rank's batch."""
         if self.feed is None:
             return False
         return self.feed.waits(len(self.record.steps), self.record.backward_passes)
@@ -348,16 +345,16 @@ class Recorder:
             self.now.before = self.gradients()
         return clip(parameters, *args, **named)
 
-    def _zero_grad(self, clear: Any, optimizer: Any, *args: Any, **named: Any) -> None:
+    def _zero_grad(self, clear: Any, owner: Any, *args: Any, **named: Any) -> None:
         if not (self.waiting() and self.now.passes):
-            clear(optimizer, *args, **named)
+            clear(owner, *args, **named)
 
     # Optimizers and schedules.
 
     def _step_schedule(self, step: Any, *args: Any, **named: Any) -> None:
-        if not self.held:  # schedules follow the step
+        if not self.held:
             self.scheduled += 1
-            self.place()  # notes whether Accelerate calls it
+            self.place()  # notes whether Accelerate steps the schedule
             step(*args, **named)
 
     def _gain(self, read: Any, rule: Any, pg_idx: int | None = None) -> float:
@@ -380,7 +377,7 @@ class Recorder:
             own.update(map(id, group["params"]))
         self.unused.discard(optimizer)
         self.stepped |= own
-        # A step before the first pass, on parameters of no module, is a test of the optimizer.
+        # A step before the first pass, on parameters outside modules, tests the optimizer.
         on_trial = not self.record.backward_passes and not own & self.in_modules
         if self.stepping or on_trial or detect_fake_mode() is not None:
             return step(optimizer, *args, **named)
@@ -391,20 +388,20 @@ class Recorder:
         now.optimizer = id(optimizer)
         now.place = self.place()
         now.schedules = self.scheduled
-        if self.record.blocks and self.record.steps:  # a sync round has changed them since
+        if self.record.blocks and self.record.steps:  # a sync round has changed parameters
             self.record.steps[-1].params = self.parameters()
         now.rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
         self.stepping = True
         result = step(optimizer, *args, **named)
         self.stepping = False
         now.own = [name for name, p in self.named.items() if id(p) in own]
-        now.grads = self.gradients()  # a step does not change them, and a closure makes them
+        now.grads = self.gradients()  # after the step, as a closure computes gradients
         now.params = self.parameters()
         self._end_step()
         return result
 
     def _end_step(self) -> None:
-        """Add the step to the record, and end the run after the last."""
+        """Add the step to the record, and end the run after the last step."""
         self.now.state = self.state.take()
         self.record.steps.append(self.now)
         self.now = SeenStep()
@@ -416,14 +413,13 @@ class Recorder:
             self.finish()
 
     def _name_others(self, optimizer: Any) -> None:
-        """Name the parameters that belong to no module."""
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if id(p) not in self.in_modules:
                     self.named.setdefault(f"parameter {i} of group {g}", p)
 
     def _is_done(self) -> bool:
-        """Return whether every optimizer has made its steps, or is not waited for any longer."""
+        """Return whether every optimizer made the steps, or was idle for a long time."""
         steps = self.record.steps
         counts = Counter(step.optimizer for step in steps)
         self.record.idle = False

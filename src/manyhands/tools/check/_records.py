@@ -14,19 +14,19 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class SeenBatch:
-    """The samples of one batch."""
+    """The samples of a batch."""
 
     hashes: list[str] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)  # in the data set; empty if unknown
+    epoch: int = 0  # number of the iteration over loaders, in a resume check
 
     def samples(self, by_index: bool) -> list[Any]:
-        """Return what identifies each sample."""
         return self.indices if by_index else self.hashes
 
 
 @dataclass
 class SeenStep:
-    """One step of an optimizer."""
+    """A step of an optimizer."""
 
     optimizer: int = 0
     place: str = ""  # file:line of the call
@@ -38,19 +38,18 @@ class SeenStep:
     params: Tensors = field(default_factory=dict)  # after the step
     own: list[str] = field(default_factory=list)  # parameters of this optimizer
     rates: list[float] = field(default_factory=list)  # of each parameter group
-    schedules: int = 0  # earlier steps of all schedules together
-    state: dict[str, str] = field(default_factory=dict)  # marks of what else the loss depends on
-    gains: dict[int | None, float] = field(default_factory=dict)  # that the script read, by group
+    schedules: int = 0  # earlier steps of all schedules
+    state: dict[str, str] = field(default_factory=dict)  # marks of other state behind the loss
+    gains: dict[int | None, float] = field(default_factory=dict)  # read by the script, by group
 
     @property
     def last_pass(self) -> str:
-        """Return the place of the last backward pass."""
         return self.passes[-1] if self.passes else self.place
 
 
 @dataclass
 class SeenLoader:
-    """One DataLoader."""
+    """A DataLoader."""
 
     place: str
     reshuffles: bool  # the sampler shuffles by the epoch's number
@@ -59,12 +58,11 @@ class SeenLoader:
     length: int | None = None  # the value of len(), if the script read it
     trains: bool = False
     epochs: list[list[SeenBatch]] = field(default_factory=list)
-    rest: SeenBatch = field(default_factory=SeenBatch)  # left out of the first epoch
+    rest: SeenBatch = field(default_factory=SeenBatch)  # omitted from the first epoch
     starts: list[int] = field(default_factory=list)  # backward passes before each epoch
-    data: str = ""  # a description of the data set by a few samples
+    data: str = ""  # describes the data set by a few samples
 
     def orders(self, by_index: bool) -> list[list[Any]]:
-        """Return the samples of each epoch, in order."""
         orders = []
         for epoch in self.epochs:
             order: list[Any] = []
@@ -80,45 +78,41 @@ class SeenLoader:
 
     @property
     def batches(self) -> int:
-        """Return the number of batches of all epochs."""
         return sum(map(len, self.epochs))
 
 
 @dataclass
 class Recording:
-    """The record of one process."""
+    """The record of a process."""
 
     steps: list[SeenStep] = field(default_factory=list)
-    backward_passes: int = 0  # up to now
+    backward_passes: int = 0
     start: Tensors = field(default_factory=dict)  # initial parameters and buffers
     loaders: dict[str, SeenLoader] = field(default_factory=dict)
-    noise: list[str] = field(default_factory=list)  # kinds of random numbers that were replaced
+    noise: list[str] = field(default_factory=list)  # kinds of replaced random numbers
     norms: bool = False  # batch norm computed local statistics
-    complete: bool = False  # every optimizer made its steps
+    complete: bool = False  # every optimizer made the requested steps
     grouped: bool = False  # a process group existed
     idle: bool = False  # an optimizer made no step
     blocks: bool = False  # manyhands.blocks steps the optimizer
     rule: bool = False  # a scaling rule of manyhands steps the optimizer
     cut: bool = False  # an epoch was shortened
-    manual: bool = False  # steps are made without an optimizer of torch
-    asked: bool = False  # the script asked whether there is an accelerator
+    manual: bool = False  # the script makes steps without an optimizer of torch
+    asked: bool = False  # the script asked for an accelerator
     accelerate: bool = False  # Accelerate steps the schedule, once per process
 
     def training_loaders(self) -> dict[str, SeenLoader]:
         return {key: loader for key, loader in self.loaders.items() if loader.trains}
 
     def pass_samples(self, by_index: bool) -> list[list[Any]]:
-        """Return the samples of each pass whose samples are known."""
+        """Return the samples of each pass, if known."""
         found = []
         for step in self.steps:
-            for batch in step.batches:
-                samples = batch.samples(by_index)
-                if samples:
-                    found.append(samples)
-        return found
+            found += [batch.samples(by_index) for batch in step.batches]
+        return list(filter(None, found))
 
     def pass_ranges(self) -> list[tuple[int, int]]:
-        """Return the first pass of each step, and the first of the next."""
+        """Return the first pass of each step and of the next step."""
         ranges = []
         first = 0
         for step in self.steps:
@@ -129,7 +123,7 @@ class Recording:
 
 
 def read(file: Path) -> Any:
-    """Load a file that a process has written, with batches of the script's classes."""
+    """Load a file of a process. Batches may belong to classes of the script."""
     kinds: list[Any] = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]
     kinds += map(locate, torch.serialization.get_unsafe_globals_in_checkpoint(file))
     with torch.serialization.safe_globals(kinds):

@@ -1,17 +1,56 @@
-"""Run a script on several ranks, and as one process with the ranks' batches."""
+"""Run a script on multiple ranks, and replay the ranks' batches in a single process."""
 
+import tempfile
 import time
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from manyhands.tools.check import _machine
 from manyhands.tools.check._feed import Feed, FeedPlan
+from manyhands.tools.check._files import keep_files, put_back
 from manyhands.tools.check._job import CheckedScript
-from manyhands.tools.check._processes import CheckRun, run
+from manyhands.tools.check._processes import CheckRun, Rank, run, run_script
+from manyhands.tools.check._recorder import Recorder
 from manyhands.tools.check._records import Recording, Tensors
 
 
 class NotJudged(Exception):
-    """Why there is no verdict."""
+    """The reason why there is no verdict."""
+
+
+@dataclass(frozen=True)
+class RecordedScript:
+    """The work of a rank: run the script under a recorder."""
+
+    script: CheckedScript
+    feed: Feed | None  # for a replay
+
+    def run(self, rank: Rank) -> None:
+        recorder = Recorder(self.script, self.feed, lambda: self.finish(rank, recorder))
+        try:
+            mode = _machine.patch(rank, self.script)
+            recorder.patch(mode)
+            keep_files(rank.out)
+            if self.script.grouped:
+                torch.distributed.init_process_group()
+                torch.nn.Module.no_sync = lambda _: nullcontext()  # type: ignore[attr-defined]
+            torch.manual_seed(0)  # equal in all runs of a script that sets no seed
+            run_script(self.script)
+        except BaseException:
+            for sign in ("cut", "asked"):
+                if getattr(recorder.record, sign):
+                    (rank.out / sign).touch()
+            raise
+        self.finish(rank, recorder)
+
+    def finish(self, rank: Rank, recorder: Recorder) -> None:
+        record = recorder.finished_record()
+        if self.feed is None:
+            torch.save(recorder.source, rank.out / f"source{rank.number}.pt")
+        rank.leave(record)
 
 
 class Runs:
@@ -22,15 +61,20 @@ class Runs:
         self.world = world
         self.folder = folder
         self.deadline = deadline
-        self.ranks = CheckRun(folder)
-        self.plan = FeedPlan("joined", tuple(range(world)))  # of the run that is compared
+        self.ranks = CheckRun[Recording](folder)
+        self.plan = FeedPlan("joined", tuple(range(world)))  # of the compared replay
+        self.failure = ""  # of the latest replay
 
-    def run(self, job: CheckedScript, world: int, feed: Feed | None = None) -> CheckRun:
+    def run(self, job: CheckedScript, world: int, feed: Feed | None = None) -> CheckRun[Recording]:
         seconds = max(self.deadline - time.monotonic(), 1.0)
-        return run(job, world, self.folder, seconds, feed)
+        out = Path(tempfile.mkdtemp(dir=self.folder))
+        try:
+            return run(RecordedScript(job, feed), world, out, seconds, new_interpreters=True)
+        finally:
+            put_back(out)
 
     def run_ranks(self, fall_back: bool) -> None:
-        """Run the ranks; if they fail in float64 and may fall back, in the script's precision."""
+        """Run the ranks in float64. If this fails, `fall_back` selects the script's precision."""
         self._run_short()
         if self.ranks.errors and fall_back:
             failed = self.ranks
@@ -44,14 +88,21 @@ class Runs:
             raise NotJudged(self.ranks.why(f"on {self.world} ranks"))
 
     def _run_short(self) -> None:
-        """Run the ranks with short epochs, and with whole epochs if that run is incomplete."""
+        """Run the ranks with short epochs. If this run is incomplete, use full epochs."""
         self.ranks = self.run(self.job, self.world)
-        if self.job.short and self.ranks.was_cut:
+        incomplete = any(record.cut and not record.complete for record in self.ranks.records)
+        if self.job.short and (incomplete or (self.ranks.folder / "cut").exists()):
             self.job = replace(self.job, short=False)
             self.ranks = self.run(self.job, self.world)
 
-    def run_one(self, plan: FeedPlan | None, steps: int | None = None) -> CheckRun:
-        """Run one process with the ranks' batches, or with its data if there is no plan."""
+    @property
+    def asked(self) -> bool:
+        """Whether the script asked for accelerators."""
+        asked = any(record.asked for record in self.ranks.records)
+        return asked or (self.ranks.folder / "asked").exists()
+
+    def run_one(self, plan: FeedPlan | None, steps: int | None = None) -> CheckRun[Recording]:
+        """Run a replay, or a single process with the script's data if `plan` is None."""
         feed = None
         if plan is not None:
             feed = Feed(plan, self.ranks.folder, self.ranks.records[0])
@@ -63,38 +114,37 @@ class Runs:
         return made
 
     def replay(self, plan: FeedPlan) -> Recording | None:
-        """Return the record of one process with the ranks' batches, or None if it failed."""
+        """Return the record of a replay, or None after a failure, with the reason in `failure`."""
         made = self.run_one(plan)
-        if made.failed or not self.fits(plan, made.records[0]):
+        self.failure = ""
+        if made.failed:
+            self.failure = made.why("as one process")
+            return None
+        wanted = [len(step.passes) * plan.times for step in self.ranks.records[0].steps]
+        passes = [len(step.passes) for step in made.records[0].steps[: len(wanted)]]
+        if passes != wanted:
+            self.failure = "one process makes a different number of steps or passes."
             return None
         return made.records[0]
 
-    def fits(self, plan: FeedPlan, record: Recording) -> bool:
-        """Return whether each step has as many passes as the ranks' batches make."""
-        wanted = [len(step.passes) * plan.times for step in self.ranks.records[0].steps]
-        return wanted == [len(step.passes) for step in record.steps[: len(wanted)]]
-
     def first_replay(self) -> Recording:
-        """Choose the plan, and return the record of one process with the ranks' batches."""
-        sources = [True] if self.loaders_differ() else [False, True]
+        """Choose the plan of replays, and return the record of the first replay."""
+        sources = [True] if self._loaders_differ() else [False, True]
         plans = []
         for calls in sources:
             plans += [replace(self.plan, how=how, calls=calls) for how in ("joined", "split")]
         plans += [replace(self.plan, how="apart", calls=calls) for calls in sources]
         reason = ""
         for plan in plans:
-            made = self.run_one(plan)
-            if made.failed:
-                reason = reason or made.why("as one process")
-            elif self.fits(plan, made.records[0]):
+            one = self.replay(plan)
+            if one is not None:
                 self.plan = plan
-                return made.records[0]
-            else:
-                reason = reason or "one process makes another number of steps or passes"
-        raise NotJudged(f"one process cannot be given what the ranks were given: {reason}")
+                return one
+            reason = reason or self.failure
+        raise NotJudged(f"the ranks' batches cannot be replayed in one process: {reason}")
 
-    def loaders_differ(self) -> bool:
-        """Return whether the ranks' loaders do not show which batches they train on."""
+    def _loaders_differ(self) -> bool:
+        """Return whether training batches depend on more than the loaders."""
         keys = self.ranks.records[0].training_loaders().keys()
         given = 0
         for record in self.ranks.records:
@@ -103,11 +153,11 @@ class Runs:
                 return True
             for loader in loaders.values():
                 given = max(given, loader.batches)
-        # A rank may skip the other ranks' batches.
+        # A rank may skip the batches of other ranks.
         return given > 1.5 * self.ranks.records[0].pass_ranges()[-1][1]
 
     def gradient_of(self, step: int, rank: int, number: int) -> Tensors:
-        """Return the gradient of a step that sees only one rank's batch of one pass."""
+        """Return the gradient of a single pass of a single rank."""
         made = self.run_one(replace(self.plan, only=(step, rank, number)), step + 1)
         if made.failed or len(made.records[0].steps) <= step:
             return {}

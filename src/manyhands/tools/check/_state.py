@@ -1,35 +1,36 @@
 """Record state that influences the loss, other than trained parameters and samples.
 
-Buffers and parameters that are not trained are noted when a module is called: those of teachers,
-weight averages and queues. A tensor that an earlier step has left is noted if a result that
-requires a gradient is computed from it: a running statistic or a baseline, for example. A running
-loss that is only printed does not count.
+A call of a module marks buffers and untrained parameters, for example of teachers, weight averages
+and queues. A tensor of an earlier step, such as a running statistic, is marked when a result with a
+gradient is computed from it. A loss that is only printed has no influence.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-LARGEST = 10**7  # elements of a tensor outside modules; larger ones are data sets
+from manyhands.tools.check._batches import tensors_of
+
+LARGEST = 10**7  # elements of a tensor outside modules; larger tensors are data sets
 
 
 class StateWatch:
-    """Notes the state that one step of one rank uses."""
+    """Notes the state that a step of a rank uses."""
 
     def __init__(self, place: Callable[[], str], name_of: Callable[[Any], str]) -> None:
         self.place = place
-        self.name_of = name_of  # a variable of the script that holds a module
+        self.name_of = name_of  # returns the script's variable for a module
         self.marks: dict[str, str] = {}  # of the next step, by name
-        self.modules: set[int] = set()  # ids of modules that were noted in this step
-        self.fixed: set[int] = set()  # ids of module tensors, which `note_module` notes
-        # The ids of samples and results of this step, and the ids of older tensors behind each. No
-        # weak references to tensors: torch cannot swap a tensor that has one.
+        self.modules: set[int] = set()  # ids of modules noted in this step
+        self.fixed: set[int] = set()  # ids of module tensors, which `note_module` marks
+        # Ids of samples and results of this step, with the ids of older tensors behind each. Weak
+        # references are impossible: torch cannot swap a tensor with weak references.
         self.fresh: dict[int, frozenset[int]] = {}
         self.older: dict[int, Tensor] = {}  # older tensors behind a result, by id
-        self.influential: set[int] = set()  # ids of those that were marked
+        self.influential: set[int] = set()  # ids of marked tensors in `older`
 
     def take(self) -> dict[str, str]:
         """Return the marks of a step, and start the next."""
@@ -42,11 +43,11 @@ class StateWatch:
         return marks
 
     def note_samples(self, batch: Any) -> None:
-        for tensor in nested(batch):
+        for tensor in tensors_of(batch):
             self.fresh[id(tensor)] = frozenset()
 
     def note_module(self, module: torch.nn.Module) -> None:
-        """Note the buffers of a module, and the parameters that are not trained."""
+        """Mark buffers and untrained parameters of a module."""
         if id(module) in self.modules:
             return
         self.modules.add(id(module))
@@ -55,26 +56,26 @@ class StateWatch:
             own = dict(part.named_parameters(recurse=False))
             self.fixed.update(map(id, own.values()))
             state = {key: p for key, p in own.items() if not p.requires_grad}
-            if not (isinstance(part, _BatchNorm) and part.training):  # which reads no statistics
+            if not (isinstance(part, _BatchNorm) and part.training):  # reads no statistics
                 state.update(part.named_buffers(recurse=False))
             self.fixed.update(map(id, part.buffers(recurse=False)))
             for key, tensor in state.items():
-                if not hasattr(tensor, "full_tensor"):  # ranks hold different shards
+                if not hasattr(tensor, "full_tensor"):  # shards differ between ranks
                     self.marks[".".join(filter(None, (name, prefix, key)))] = mark(tensor)
 
     def note_call(self, arguments: Any, result: Any) -> None:
         """Note an operation on tensors."""
         behind: set[int] = set()
-        for tensor in nested(arguments):
+        for tensor in tensors_of(arguments):
             behind.update(self._behind(tensor))
-        for made in nested(result):
+        for made in tensors_of(result):
             if made.requires_grad:
                 self._influence(behind)
             elif not (id(made) in self.older or id(made) in self.fixed):
                 self.fresh[id(made)] = frozenset(behind)
 
     def _behind(self, tensor: Tensor) -> Iterable[int]:
-        """Return the ids of the older tensors that a tensor was computed from."""
+        """Return the ids of the older tensors from which a tensor was computed."""
         key = id(tensor)
         if tensor.requires_grad or key in self.fixed:
             return ()
@@ -86,7 +87,7 @@ class StateWatch:
         return (key,)
 
     def _influence(self, older: set[int]) -> None:
-        """Mark older tensors that a trained result was computed from."""
+        """Mark older tensors behind a result that requires a gradient."""
         for key in older:
             if key not in self.influential:
                 self.influential.add(key)
@@ -96,20 +97,8 @@ class StateWatch:
                 self.marks[name] = mark(self.older[key])
 
 
-def nested(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from nested(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from nested(part)
-
-
 def mark(tensor: Tensor) -> str:
-    """Return a short text that is equal for equal values."""
+    """Return a short description of a tensor's values."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         values = tensor.detach().double()
         return f"{float(values.sum())!r} {float(values.square().sum())!r}"

@@ -22,7 +22,7 @@ EXCEPTIONS = ("batch-norm", "schedule", "learning-rate", "coupled-loss", "uneven
 FLAGS = ("--json", "--float64", "--native")
 RESUME_OPTIONS = ("--at", "--then", "--resume-args")
 NUMBERS = {  # type and minimum
-    "--ranks": (int, 2),
+    "--ranks": (int, 1),
     "--steps": (int, 1),
     "--timeout": (float, 1),
     "--at": (int, 1),
@@ -36,7 +36,10 @@ Script = Annotated[
         help="The training script or module, with its arguments.",
     ),
 ]
-Ranks = Annotated[int | None, typer.Option(min=2, help="Number of ranks. [default: 2]")]
+Ranks = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of ranks. 1 is only for --resume. [default: 2]"),
+]
 Steps = Annotated[
     int | None, typer.Option(min=1, help="Compared steps of each optimizer. [default: 5]")
 ]
@@ -128,6 +131,8 @@ def check(
         stop("check", "give either --float64 or --native.")
     if resume and precisions:
         stop("check", "--resume always uses the script's own precision.")
+    if not resume and options.get("--ranks") == 1:
+        stop("check", "--ranks takes a number of at least 2, got '1'. --resume accepts 1.")
     name, *arguments = words or [""]
     if module or not Path(name).is_file():
         _check_name(name, module, [*given, "--resume"])

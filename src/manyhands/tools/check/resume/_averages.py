@@ -1,7 +1,7 @@
 """Find copies of the weights in the script's variables: moving averages, teachers, targets.
 
-A copy is a tensor with the shape of a parameter or buffer that is not a part of the model, in a
-variable of a function or module that is running, or in an attribute, dictionary or list there.
+A copy is a tensor with the shape of a parameter or buffer, outside the model. The search covers
+variables of running functions and modules, and attributes, dictionaries and lists below.
 """
 
 import sys
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.tools.check._batches import parts_of
+from manyhands.tools.check._batches import is_container, parts_of
 from manyhands.tools.check.resume._records import Digests
 from manyhands.tools.check.resume._state import digest_of
 
-DEPTH = 5  # attributes and keys from the variable
-MOST = 20_000  # values to look at
+DEPTH = 5  # levels of attributes and keys below a variable
+MOST = 20_000  # inspected values
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 LEAF = (str, bytes, int, float, type(None), type, *FUNCTIONS)
 OUTSIDE = ("torch.utils.data", "torch.optim", "torch.autograd", "torch.distributed")
 
 
 def averages_of(model: list[Tensor], batches: list[Tensor]) -> Digests:
-    """Return digests of the copies of a model's tensors, which the latest batches are not."""
+    """Return digests of the copies of a model's tensors, except tensors of the latest batches."""
     shapes = {tensor.shape for tensor in model if tensor.dim()}
     search = Search({tensor.data_ptr() for tensor in [*model, *batches]})
     found = {}
@@ -41,18 +41,18 @@ def averages_of(model: list[Tensor], batches: list[Tensor]) -> Digests:
 
 
 class Search:
-    """Looks at each value once."""
+    """Visits each value once."""
 
     def __init__(self, skipped: set[int]) -> None:
-        self.skipped = skipped  # addresses of the model's tensors
-        self.visited: dict[int, Any] = {}  # by id; keeps them alive
+        self.skipped = skipped  # addresses of tensors
+        self.visited: dict[int, Any] = {}  # by id; keeps the values alive
 
     def tensors(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, LEAF) or id(value) in self.visited or len(self.visited) > MOST:
             return
         self.visited[id(value)] = value
         if isinstance(value, Tensor):
-            strided = value.layout is torch.strided  # others have no address
+            strided = value.layout is torch.strided  # other layouts have no address
             if strided and value.numel() and value.data_ptr() not in self.skipped:
                 yield path, value
             return
@@ -67,7 +67,7 @@ def parts(value: Any) -> dict[Any, Any]:
         return {**dict(value.named_parameters()), **dict(value.named_buffers())}
     if type(value).__module__.startswith(OUTSIDE):
         return {}
-    found = parts_of(value)
-    if found is None:
-        found = getattr(value, "__dict__", {})
+    if is_container(value):
+        return parts_of(value)
+    found: dict[Any, Any] = getattr(value, "__dict__", {})
     return found

@@ -1,8 +1,8 @@
-"""Notice that a script has written a checkpoint, and which of its files a resumed run reads.
+"""Detect complete checkpoints of a script, and files that a resumed run reads.
 
-A checkpoint is a set of files that were written since the previous step, have the form of torch,
-safetensors, pickle, numpy or HDF5, and are together at least half as large as the trained
-parameters. `keep_files` notes the paths that the processes change.
+A checkpoint is a set of files in a format of torch, safetensors, pickle, numpy or HDF5. The script
+wrote these files since the previous step, and their total size is at least `LEAST_PART` of the
+trained parameters. `keep_files` notes the paths that the processes change.
 """
 
 import os
@@ -16,19 +16,19 @@ from typing import Any
 from manyhands.tools.check._machine import wrap
 
 QUIET = 0.2  # seconds without a change after which files are complete
-PATIENCE = 20.0  # seconds to wait for that
+PATIENCE = 20.0  # seconds to wait for complete files
 FORMS = (b"PK\x03\x04", b"\x80", b"\x93NUMPY", b"\x89HDF")  # of torch, pickle, numpy and HDF5
 
 Signature = tuple[int, int, int]  # time of the last change, size and inode
 
 
 class CheckpointWatch:
-    """Looks at the files that the ranks have changed; `kept` is the folder of `keep_files`."""
+    """Detects checkpoints among the changed files, which `keep_files` notes in a folder."""
 
     def __init__(self, kept: Path) -> None:
         self.kept = kept
         self.seen = self.signatures()
-        self.files: set[str] = set()  # that have the form of a checkpoint, since the first step
+        self.files: set[str] = set()  # files of checkpoints since the first step
         self.latest = ""  # the file or folder of the latest checkpoint
 
     def written(self, least: int) -> bool:
@@ -46,17 +46,17 @@ class CheckpointWatch:
             return False
         self.latest = os.path.commonpath(sizes)
         here = os.path.realpath(os.getcwd())
-        if self.latest == here:  # several files beside the script
+        if self.latest == here:  # multiple files in the working folder
             self.latest = max(sizes, key=sizes.__getitem__)
         if self.latest.startswith(here):
             self.latest = os.path.relpath(self.latest, here)
         return True
 
     def signatures(self) -> dict[Path, Signature]:
-        """Return the signature of each file that the ranks have written."""
+        """Return the signature of each written file."""
         found = {}
         for path in written_files(self.kept):
-            with suppress(OSError):  # removed just now
+            with suppress(OSError):  # the file was removed just now
                 state = path.stat()
                 found[path] = (state.st_mtime_ns, state.st_size, state.st_ino)
         return found
@@ -80,7 +80,7 @@ class CheckpointWatch:
 
 
 def written_files(kept: Path) -> Iterator[Path]:
-    """Yield the files that the ranks have changed, or that are in a folder that they made."""
+    """Yield the files that the ranks have changed, also in new folders."""
     for entry in kept.glob("*/path"):
         path = Path(os.fsdecode(entry.read_bytes()))
         if not path.is_dir():
@@ -90,7 +90,7 @@ def written_files(kept: Path) -> Iterator[Path]:
 
 
 def has_a_form(path: Path) -> bool:
-    """Return whether a file may be a part of a checkpoint, by its first bytes."""
+    """Return whether the first bytes of a file allow a checkpoint."""
     with suppress(OSError), path.open("rb") as file:
         start = file.read(16)
         return start.startswith(FORMS) or start[8:9] == b"{"  # safetensors
@@ -108,9 +108,9 @@ def open_for_writing(paths: list[Path]) -> bool:
 
 
 class ReadWatch:
-    """Notes which of the earlier run's files this process reads."""
+    """Notes the files of the earlier run that this process reads."""
 
-    def __init__(self, files: list[str]) -> None:
+    def __init__(self, files: tuple[str, ...]) -> None:
         self.files = set(files)
         self.read: set[str] = set()
 
@@ -124,7 +124,7 @@ class ReadWatch:
             return load(file, *args, **named)
 
         sys.addaudithook(hook)
-        with suppress(ImportError):  # reads in Rust, which causes no event
+        with suppress(ImportError):  # reads in Rust cause no audit event
             import safetensors.torch
 
             wrap(safetensors, "safe_open", opened)

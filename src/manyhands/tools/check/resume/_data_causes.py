@@ -1,20 +1,20 @@
-"""Find samples that the resumed run repeats, skips or has in another order."""
+"""Hypotheses about samples that the resumed run repeats, skips or reorders."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.tools.check._report import Finding
-from manyhands.tools.check.resume._case import ResumeCase, ResumeHypothesis, finding
+from manyhands.tools.check._report import Finding, finding
+from manyhands.tools.check.resume._case import ResumeCase, ResumeHypothesis
 from manyhands.tools.check.resume._records import RankStep
 
-FAR = 3  # steps that have to fit
+FIT = 3  # number of steps that identify a position in the data
 
-Samples = tuple[object, ...]
+Samples = tuple[Any, ...]
 
 
 @dataclass
 class SampleOrder:
-    """The samples of each step of a run on one rank."""
+    """The samples of each step of a run on a rank."""
 
     steps: list[Samples]
     epochs: list[int]
@@ -32,13 +32,52 @@ def order_of(steps: list[RankStep], by_index: bool) -> SampleOrder:
     return SampleOrder([step.samples(by_index) for step in steps], [step.epoch for step in steps])
 
 
+class EpochSamples:
+    """The samples of an epoch on all ranks, before and after a step."""
+
+    def __init__(self, case: ResumeCase, step: int, by_index: bool) -> None:
+        self.seen: set[Any] = set()  # before the step
+        self.rest: set[Any] = set()  # after the step, without interruption
+        self.got: set[Any] = set()  # after the step, in the resumed run
+        self.known: set[Any] = set()  # of all epochs
+        self.complete = True  # the run without interruption reaches the next epoch
+        for whole in case.whole:
+            epochs = [one.epoch for one in whole.steps]
+            self.complete &= len(epochs) > step and epochs[-1] != epochs[step]
+            for number, one in enumerate(whole.steps):
+                self.known.update(one.samples(by_index))
+                if number < step:
+                    part = self.seen
+                else:
+                    part = self.rest
+                if epochs[number : number + 1] == epochs[step : step + 1]:
+                    part.update(one.samples(by_index))
+        for resumed in case.resumed:
+            steps = resumed.steps[step - case.at :]
+            for one in steps:
+                if one.epoch == steps[0].epoch:
+                    self.got.update(one.samples(by_index))
+
+    @property
+    def twice(self) -> int:
+        return len(self.got & self.seen)
+
+    @property
+    def never(self) -> int:
+        return len(self.rest - self.got)
+
+    def counts(self) -> str:
+        if not self.seen or not (self.twice or self.never):
+            return ""
+        return f": the epoch has {self.twice} samples twice, and omits {self.never}"
+
+
 def indexed(case: ResumeCase) -> bool:
     """Return whether the index of every sample is known in all runs."""
     for history in [*case.whole, *case.resumed]:
         for step in history.steps:
-            for one in step.passes:
-                if len(one.indices) != len(one.hashes):
-                    return False
+            if len(step.samples(True)) != len(step.samples(False)):
+                return False
     return True
 
 
@@ -56,9 +95,9 @@ def samples(case: ResumeCase) -> Finding | None:
 
 
 def variable_batch(case: ResumeCase) -> int | None:
-    """Return the first step in which the runs take different numbers of the same samples.
+    """Return the first step in which the runs differ only in the number of samples.
 
-    A loop may choose the batch by measured times. The first resumed step must have the saved size.
+    A loop may adapt the batch to measured times. The first resumed step must have the saved size.
     """
     if not case.same_ranks:
         return None
@@ -75,10 +114,9 @@ def variable_batch(case: ResumeCase) -> int | None:
 def describe_difference(
     case: ResumeCase, whole: SampleOrder, resumed: SampleOrder, number: int, by_index: bool
 ) -> Finding:
-    """Describe the first step of the resumed run with other samples."""
+    """Describe the first step of the resumed run with different samples."""
     step = case.at + number
-    epoch = resumed.epochs[number]
-    length = resumed.epochs[number:].count(epoch)
+    length = resumed.epochs[number:].count(resumed.epochs[number])
     there = matching_step(whole, resumed.steps[number:][:length], step)
     place = f"from step {step + 1} on"
     if there is None:
@@ -93,64 +131,33 @@ def describe_difference(
     for history in case.whole:
         count += sum(len(one.samples(by_index)) for one in history.steps[low:high])
     if there < step:
-        text = f"{place}, the run repeats {count} samples, which are those of step {there + 1}"
+        text = f"{place}, the run repeats {count} samples, from step {there + 1} on"
         if whole.epochs[there] and whole.position(there) == 0 and epoch == other:
             text += ", the first of the epoch"
         return finding("samples repeated", text)
-    text = f"{place}, the run skips {count} samples, and goes on with those of step {there + 1}"
+    text = f"{place}, the run skips {count} samples, and continues with step {there + 1}"
     return finding("samples skipped", text)
 
 
 def matching_step(whole: SampleOrder, after: list[Samples], step: int) -> int | None:
-    """Return the step nearest to `step` from which the samples are those of the resumed run."""
+    """Return the step nearest to `step` at which the samples of the resumed run start."""
     found = []
     for there in range(len(whole.steps)):
-        count = min(FAR, len(after), len(whole.steps) - there)
+        count = min(FIT, len(after), len(whole.steps) - there)
         if whole.steps[there : there + count] == after[:count] and after[0]:
             found.append(there)
     return min(found, key=lambda there: abs(there - step), default=None)
 
 
-class EpochSamples:
-    """The samples of an epoch on all ranks, before and after the first step that differs."""
-
-    def __init__(self, case: ResumeCase, step: int, by_index: bool) -> None:
-        self.seen: set[Any] = set()  # before the step
-        self.rest: set[Any] = set()  # after it, without interruption
-        self.got: set[Any] = set()  # after it, of the resumed run
-        self.known: set[Any] = set()  # of all epochs
-        for whole, resumed in zip(case.whole, case.resumed, strict=True):
-            epochs = [one.epoch for one in whole.steps]
-            for number, one in enumerate(whole.steps):
-                found = one.samples(by_index)
-                self.known.update(found)
-                if epochs[number] != epochs[step]:
-                    continue
-                if number < step:
-                    self.seen.update(found)
-                else:
-                    self.rest.update(found)
-            length = epochs[step:].count(epochs[step])
-            for one in resumed.steps[step - case.at :][:length]:
-                self.got.update(one.samples(by_index))
-
-    def counts(self) -> str:
-        twice = len(self.got & self.seen)
-        never = len(self.rest - self.got)
-        if not self.seen or not (twice or never):
-            return ""
-        return f": {twice} samples come twice in the epoch, and {never} not at all"
-
-
 def describe_order(case: ResumeCase, step: int, by_index: bool) -> Finding:
-    """Describe samples in another order, or other samples."""
+    """Describe samples in a different order, or different samples."""
     samples = EpochSamples(case, step, by_index)
     if len(samples.got & samples.known) < 0.5 * len(samples.got):
-        text = f"the samples of step {step + 1} are not those of the run without interruption"
+        text = f"the samples of step {step + 1} do not occur in the run without interruption"
         if random_differs(case):
             return finding("random state", f"{text}, and the random state was not restored")
         return finding("other samples", text)
-    text = f"from step {step + 1} on, the samples come in another order{samples.counts()}"
+    text = f"from step {step + 1} on, the order of samples differs{samples.counts()}"
     if random_differs(case):
         text += "; the random state was not restored either"
     return finding("shuffle order", text)
@@ -165,40 +172,22 @@ def random_differs(case: ResumeCase) -> bool:
 
 
 def samples_on_other_ranks(case: ResumeCase, by_index: bool) -> Finding | None:
-    """Compare the samples of the rest of the epoch, on all ranks together."""
-    seen: set[Any] = set()
-    rest: set[Any] = set()
-    got: list[Any] = []
-    for whole in case.whole:
-        epochs = [one.epoch for one in whole.steps]
-        if len(epochs) <= case.at or epochs[-1] == epochs[case.at]:
-            return None  # the epoch's last sample is unknown
-        for number, one in enumerate(whole.steps):
-            if epochs[number] != epochs[case.at]:
-                continue
-            if number < case.at:
-                seen.update(one.samples(by_index))
-            else:
-                rest.update(one.samples(by_index))
-    for resumed in case.resumed:
-        for one in resumed.steps:
-            if one.epoch == resumed.steps[0].epoch:
-                got += one.samples(by_index)
+    """Compare the samples in the rest of the epoch, on all ranks together."""
+    samples = EpochSamples(case, case.at, by_index)
+    if not samples.complete:
+        return None  # the epoch's last sample is unknown
     ranks = f"after {len(case.killed)} ranks became {len(case.resumed)}"
     padding = max(len(case.killed), len(case.resumed))  # samples that fill the last batches
-    twice = len(seen.intersection(got))
-    never = len(rest.difference(got))
-    if twice > padding:
-        text = f"{ranks}, {twice} samples come twice in the epoch"
-        return finding("samples repeated", f"{text}, and {never} not at all")
-    if never > padding:
-        text = f"{ranks}, {never} samples of the epoch are left out"
+    if samples.twice > padding:
+        return finding("samples repeated", f"{ranks}{samples.counts()}")
+    if samples.never > padding:
+        text = f"{ranks}, the epoch omits {samples.never} samples"
         return finding("samples skipped", text)
     return None
 
 
 def other_values(case: ResumeCase) -> Finding | None:
-    """Find samples with the same indices and other values."""
+    """Find samples with equal indices and different values."""
     if not case.same_ranks or not indexed(case):
         return None
     for rank in range(case.ranks):
@@ -206,8 +195,8 @@ def other_values(case: ResumeCase) -> Finding | None:
             if whole.samples(True) != resumed.samples(True):
                 return None
             if whole.samples(False) != resumed.samples(False):
-                text = f"the samples of step {case.at + number + 1} have the same indices, and "
-                text += "other values"
+                text = f"the samples of step {case.at + number + 1} have equal indices, and "
+                text += "different values"
                 if random_differs(case):
                     return finding("random state", f"{text}: the random state was not restored")
                 return finding("other samples", text)

@@ -1,8 +1,7 @@
-"""Record each optimizer step of a script, in the script's own precision and with its noise."""
+"""Record each optimizer step of a script, in the script's precision and with noise."""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -17,9 +16,9 @@ from manyhands.tools.check._batches import tensors_of
 from manyhands.tools.check._loaders import copy_of
 from manyhands.tools.check._machine import wrap, wrap_step
 from manyhands.tools.check._recorder import WRAPPERS
-from manyhands.tools.check._records import Tensors
+from manyhands.tools.check._records import SeenBatch, Tensors
 from manyhands.tools.check.resume._averages import averages_of
-from manyhands.tools.check.resume._records import PassSamples, RankHistory, RankStep, State
+from manyhands.tools.check.resume._records import RankHistory, RankStep, State
 from manyhands.tools.check.resume._samples import GivenBatches
 from manyhands.tools.check.resume._state import (
     digest_of,
@@ -28,33 +27,27 @@ from manyhands.tools.check.resume._state import (
     random_digests,
 )
 
-LEAST_PART = 0.45  # of the trained parameters' bytes, as weights may be saved in 16 bits
+LEAST_PART = 0.45  # of the trained parameters' bytes. A script may save weights in 16 bits.
 SCALER_STATE = ("scale", "_growth_tracker")
-VALUES = 3  # steps after the checkpoint whose gradients and parameters are kept
-
-
-@dataclass(frozen=True)
-class RecordPlan:
-    """The parts of a run that are recorded."""
-
-    states: tuple[int, ...] = (0,)  # numbers of steps after which to record the state
-    tensors_from: int = 0  # first step whose gradients and parameters are recorded
+VALUES = 3  # steps after the checkpoint with recorded values of gradients and parameters
 
 
 class HistoryRecorder:
-    """Watches one process.
+    """Records the process, with the state after the steps `states`, and tensors from a step on.
 
-    `stops` gets the recorder before each step, and returns whether all ranks stop there. Then
-    `finish` is called, which does not return.
+    `stops` receives the recorder before each step, and returns whether all ranks stop there. Then
+    the recorder calls `finish`, which does not return.
     """
 
     def __init__(
         self,
-        plan: RecordPlan,
+        states: tuple[int, ...],
+        tensors_from: int,
         stops: Callable[["HistoryRecorder"], bool],
         finish: Callable[[], None],
     ) -> None:
-        self.plan = plan
+        self.states = states
+        self.tensors_from = tensors_from
         self.stops = stops
         self.finish = finish
         self.history = RankHistory()
@@ -64,12 +57,12 @@ class HistoryRecorder:
         self.began = 0.0  # time of the first step
         self.begun = False  # a forward or backward pass since the latest step
         self.now = RankStep()  # the next step
-        self.samples = PassSamples()  # of the latest call of an outermost module
+        self.samples = SeenBatch()  # of the latest call of an outermost module
         self.parameters: Tensors = {}  # by name
         self.buffers: Tensors = {}
-        self.roots = 0  # outermost modules so far
+        self.roots = 0  # number of outermost modules
         self.known: set[int] = set()  # ids of tensors in `parameters` and `buffers`
-        self.optimizers: list[Optimizer] = []  # in the order in which they were made
+        self.optimizers: list[Optimizer] = []  # in order of creation
         self.schedules: list[LRScheduler] = []
         self.scalers: WeakSet[GradScaler] = WeakSet()
 
@@ -105,7 +98,7 @@ class HistoryRecorder:
             self.depth -= 1
 
     def _enter(self, module: Any, given: list[Tensor]) -> None:
-        """Note an outermost call of a module that is trained."""
+        """Note an outermost call of a trained module."""
         if not any(p.requires_grad for p in module.parameters()):
             return
         if not self.known.issuperset(map(id, module.parameters())):
@@ -115,7 +108,7 @@ class HistoryRecorder:
             self.samples = self.loaders.find(given)
 
     def _add_root(self, module: Any) -> None:
-        """Name the parameters of an outermost module, and the buffers that a checkpoint has."""
+        """Name the parameters and persistent buffers of an outermost module."""
         self.roots += 1
         for path, part in module.named_modules():
             for key, tensor in part.named_parameters(recurse=False):
@@ -150,14 +143,14 @@ class HistoryRecorder:
         self.began = self.began or time.monotonic()
         self.history.grouped |= torch.distributed.is_initialized()
         stop = self.stops(self)
-        if stop or self.made in self.plan.states:
+        if stop or self.made in self.states:
             self.history.states[self.made] = self._state()
         if stop:
             self.finish()
 
     def _state(self) -> State:
         names = {id(tensor): name for name, tensor in self.parameters.items()}
-        # A model may not have been called yet, so the optimizers name their parameters by number.
+        # Before the first call of a model, parameters have only the optimizers' numbers.
         parameters = parameters_of(self.optimizers)
         numbered = set(map(id, parameters.values()))
         for name, p in self.parameters.items():
@@ -189,7 +182,7 @@ class HistoryRecorder:
 
     def _step(self, step: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
         closure = args[0] if args else named.get("closure")
-        # A step without a pass initializes the optimizer's state.
+        # torch initializes the optimizer's state by a step with no pass.
         no_pass = not self.begun and closure is None
         if self.stepping or no_pass or detect_fake_mode() is not None:
             return step(optimizer, *args, **named)
@@ -208,7 +201,7 @@ class HistoryRecorder:
         return result
 
     def _record_tensors(self, now: RankStep) -> None:
-        first = self.plan.tensors_from
+        first = self.tensors_from
         if self.made < first:
             return
         for name, p in self.parameters.items():
@@ -223,7 +216,6 @@ class HistoryRecorder:
                     now.grad_values[name] = copy_of(p.grad)
 
     def _name_others(self, optimizer: Optimizer) -> None:
-        """Name the parameters that belong to no module."""
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if id(p) not in self.known:
@@ -236,5 +228,5 @@ class HistoryRecorder:
     def _init_scaler(
         self, begin: Any, scaler: Any, device: str = "cuda", *args: Any, **named: Any
     ) -> None:
-        begin(scaler, "cpu", *args, **named)  # else it would be disabled
+        begin(scaler, "cpu", *args, **named)  # without a GPU, "cuda" would disable the scaler
         self.scalers.add(scaler)

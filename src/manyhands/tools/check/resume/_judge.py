@@ -1,12 +1,12 @@
-"""Run a script until a checkpoint, from there, and without interruption, and compare the runs.
+"""Run a script up to a checkpoint, from the checkpoint, and without interruption; compare.
 
-1. The script runs until it has written a checkpoint, and is killed before its next step.
-2. It starts again, with the files that it left, and makes some steps. Then all files are put back.
-3. It runs without interruption up to the same step.
+1. The script runs until a checkpoint is written, and is killed before the next step.
+2. The script starts again with the files of run 1, and makes some steps. Then all files are
+   restored.
+3. The script runs without interruption up to the last step of run 2.
 
-The state that run 2 starts from is compared with the state in which run 1 was killed, and the
-steps of run 2 with those of run 3. Run 2 starts with another seed, which matters only if the
-script sets none.
+The first state of run 2 must equal the last state of run 1. The steps of run 2 must equal the steps
+of run 3. Run 2 has a different seed, which matters only if the script sets no seed.
 """
 
 import tempfile
@@ -14,47 +14,43 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from manyhands.tools.check._compare import gradient_distances
 from manyhands.tools.check._files import put_back
 from manyhands.tools.check._job import CheckedScript
-from manyhands.tools.check._processes import single_thread
-from manyhands.tools.check._report import DIFFERS, EQUAL, UNKNOWN, Finding
+from manyhands.tools.check._processes import CheckRun, run, single_thread
+from manyhands.tools.check._report import DIFFERS, EQUAL, UNKNOWN, finding
 from manyhands.tools.check._runs import NotJudged
 from manyhands.tools.check.resume._case import ResumeCase, unequal_keys
 from manyhands.tools.check.resume._checkpoints import CheckpointWatch
 from manyhands.tools.check.resume._data_causes import DATA_CAUSES, variable_batch
-from manyhands.tools.check.resume._history import VALUES, HistoryRecorder, RecordPlan
+from manyhands.tools.check.resume._history import VALUES, HistoryRecorder
+from manyhands.tools.check.resume._meeting import Meeting
 from manyhands.tools.check.resume._rate_causes import RATE_CAUSES
 from manyhands.tools.check.resume._records import RankHistory, RankStep
 from manyhands.tools.check.resume._report import ResumeVerdict
 from manyhands.tools.check.resume._run_causes import RUN_CAUSES, number_of_steps, random_state
-from manyhands.tools.check.resume._runs import JobRun, ResumeJob, run_job
+from manyhands.tools.check.resume._runs import ResumeJob
 from manyhands.tools.check.resume._state_causes import STATE_CAUSES
 
 MOST_STEPS = 60  # to reach the end of the next epoch
-PORTS = 3  # to try, as another program may take a free one
-MOST_SECONDS = 5.0  # for the same
-ROUNDING = 1e-4  # relative difference of gradients that three or more ranks add in other orders
+MOST_SECONDS = 5.0  # to reach the end of the next epoch
+ROUNDING = 1e-4  # relative difference of gradients that three or more ranks add in any order
 
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """The script, and how to interrupt and resume it."""
+    """The script, with conditions of the runs."""
 
     script: CheckedScript
     ranks: int | None = None  # None: 2, or 1 if the script makes no process group
     then: int | None = None  # ranks of the resumed run
-    at: int = 1  # steps before the checkpoint, at least
-    arguments: tuple[str, ...] = ()  # of the resumed run, besides the script's
+    at: int = 1  # least number of steps before the checkpoint
+    arguments: tuple[str, ...] = ()  # additional arguments of the resumed run
     seconds: float = 300.0
 
 
 def check_resume(request: ResumeRequest) -> ResumeVerdict:
-    """Return whether a killed script resumes as if it had not been interrupted."""
-    # The first optimizer imports half of torch: once, here, and not in every process.
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    """Return whether a killed script resumes like a run without interruption."""
     with single_thread(), tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
         check = ResumeCheck(request, Path(folder))
         try:
@@ -66,15 +62,13 @@ def check_resume(request: ResumeRequest) -> ResumeVerdict:
 
 
 class ResumeCheck:
-    """Makes the runs, and collects the verdict."""
-
     def __init__(self, request: ResumeRequest, folder: Path) -> None:
         self.request = request
         self.folder = folder
         self.deadline = time.monotonic() + request.seconds
         self.verdict = ResumeVerdict(EQUAL)
         self.ranks = request.ranks or 2
-        self.kept = folder / "files"  # changed by the interrupted and the resumed run
+        self.kept = folder / "files"  # copies of files that the first two runs change
 
     def judge(self) -> None:
         try:
@@ -86,64 +80,62 @@ class ResumeCheck:
         at = self.find_checkpoint(at, killed[0], resumed[0])
         whole = self.run_through(at, len(killed[0].steps), resumed)
         case = ResumeCase(killed, resumed, whole, at)
-        if any(0 not in one.states for one in resumed):
-            self.judge_without_steps(case)
-        else:
+        if all(0 in one.states for one in resumed):
             self.compare(case)
+            return
+        found = number_of_steps(case)  # the resumed run ended before the first pass
+        if found is None:
+            raise NotJudged("the resumed run makes no step, and no step remains.")
+        self.verdict.findings = [found]
+        self.verdict.code = DIFFERS
 
-    def run(self, job: ResumeJob) -> JobRun:
+    def run(self, job: ResumeJob) -> CheckRun[RankHistory]:
         job.kept.mkdir(exist_ok=True)
-        for _ in range(PORTS):
-            made = run_job(job, self.folder, max(self.deadline - time.monotonic(), 1.0))
-            if not any("EADDRINUSE" in error for error in made.errors.values()):
-                break
-        return made
+        out = Path(tempfile.mkdtemp(dir=self.folder))
+        return run(job, job.meeting.ranks, out, max(self.deadline - time.monotonic(), 1.0))
 
     def interrupt(self) -> list[RankHistory]:
-        """Kill the script after a checkpoint, and return the histories of its ranks."""
+        """Kill the script after a checkpoint, and return the ranks' histories."""
         at = self.request.at
 
         def enough(recorder: HistoryRecorder, watch: CheckpointWatch) -> bool:
             if not recorder.made:
-                watch.seen = watch.signatures()  # files that were prepared are no checkpoint
+                watch.seen = watch.signatures()  # files before the first step are no checkpoint
                 return False
             return watch.written(recorder.least_size()) and recorder.made >= at
 
-        plan = RecordPlan(states=(0,), tensors_from=0)
-        job = ResumeJob(self.request.script, self.ranks, self.kept, plan, enough)
+        job = ResumeJob(self.request.script, Meeting(self.ranks), self.kept, (0,), 0, enough)
         made = self.run(job)
-        grouped = any(one.grouped for one in made.histories)
+        grouped = any(one.grouped for one in made.records)
         if self.request.ranks is None and not grouped and not made.late:
-            # Without a process group, each rank writes the same files.
+            # Without a process group, all ranks write to common files.
             put_back(self.kept)
             self.kept = self.folder / "files of one"
-            alone = self.run(replace(job, ranks=1, kept=self.kept))
+            alone = self.run(replace(job, meeting=Meeting(1), kept=self.kept))
             if not alone.failed or not made.failed:
                 made = alone
                 self.ranks = 1
         if made.failed:
             raise NotJudged(made.why(f"on {self.ranks} rank{'s' * (self.ranks > 1)}"))
-        first = made.histories[0]
-        if not first.steps:
-            raise NotJudged("no torch optimizer made a step in the processes that were started.")
-        if first.ended:
-            raise NotJudged(self.describe_missing_checkpoint(first))
-        return made.histories
-
-    def describe_missing_checkpoint(self, history: RankHistory) -> str:
-        steps = len(history.steps)
-        if history.checkpoint:
-            return (
-                f"the script wrote {history.checkpoint}, but made no step after that and step "
-                f"{self.request.at}. It ended after {steps} steps."
+        first = made.records[0]
+        steps = len(first.steps)
+        if not steps:
+            raise NotJudged("no torch optimizer made a step.")
+        if first.ended and first.checkpoint:
+            raise NotJudged(
+                f"the script wrote {first.checkpoint}, but made no step after the checkpoint and "
+                f"after step {at}. The script ended after {steps} steps."
             )
-        return (
-            f"the script wrote no checkpoint between its first and its last step, of {steps}: no "
-            "file of torch, safetensors, pickle or numpy as large as the trained parameters."
-        )
+        if first.ended:
+            raise NotJudged(
+                f"the script wrote no checkpoint between the first and the last of {steps} steps. "
+                "A checkpoint has files of torch, safetensors, pickle, numpy or HDF5, with at "
+                "least 45 % of the trained parameters' size."
+            )
+        return made.records
 
     def resume(self, at: int, killed: list[RankHistory]) -> list[RankHistory]:
-        """Start the script with the files that it left, and return the histories of its ranks."""
+        """Start the script with the files of the killed run, and return the ranks' histories."""
         script = self.request.script
         name = killed[0].checkpoint
         arguments = [word.replace("{checkpoint}", name) for word in self.request.arguments]
@@ -155,25 +147,24 @@ class ResumeCheck:
         def enough(recorder: HistoryRecorder, _: CheckpointWatch) -> bool:
             return recorder.made >= steps and has_seen_an_epoch(recorder, 0)
 
-        plan = RecordPlan(states=(0,), tensors_from=0)
-        job = ResumeJob(script, ranks, self.kept, plan, enough, seed=1, files=files)
+        job = ResumeJob(script, Meeting(ranks), self.kept, (0,), 0, enough, seed=1, files=files)
         made = self.run(job)
         if made.failed:
-            raise NotJudged(made.why("resumed"))
-        if not any(one.read for one in made.histories):
+            raise NotJudged(made.why("in the resumed run"))
+        if not any(one.read for one in made.records):
             raise NotJudged(
-                f"the script wrote {name} and was killed after step {at}, but did not read it when "
-                "it was started again. If it needs other arguments to resume, give --resume-args; "
-                "if a later checkpoint is the one to resume from, give --at."
+                f"the script wrote {name} and was killed after step {at}, but the resumed run did "
+                "not read this checkpoint. If resuming requires arguments, give --resume-args. If "
+                "resuming requires a later checkpoint, give --at."
             )
         self.verdict.interrupted = f"Killed after step {at}, when {name} was written. "
         self.verdict.interrupted += f"Resumed with {ranks} process{'es' * (ranks > 1)}."
-        return made.histories
+        return made.records
 
     def find_checkpoint(self, at: int, killed: RankHistory, resumed: RankHistory) -> int:
-        """Return after which step the state was saved that the resumed run starts from.
+        """Return the number of steps before the checkpoint.
 
-        It is earlier than the kill if a checkpoint is written while training goes on.
+        The checkpoint precedes the kill by some steps if the script saves asynchronously.
         """
         if 0 not in resumed.states:
             return at
@@ -185,13 +176,13 @@ class ResumeCheck:
         for made in range(at, 0, -1):
             if trained and trained.items() <= killed.steps[made - 1].params.items():
                 if made < at:
-                    note = f"the state after step {made} was restored, of {at} that were made."
+                    note = f"the resumed run restored the state after step {made} of {at}."
                     self.verdict.notes.append(note)
                 return made
         return at
 
     def run_through(self, at: int, killed: int, resumed: list[RankHistory]) -> list[RankHistory]:
-        """Run without interruption to the step at which the resumed run was stopped."""
+        """Run without interruption to the last step of the resumed run."""
         last = max(killed, at + max(len(one.steps) for one in resumed))
         if resumed[0].ended:
             last += 1  # if there is another step
@@ -199,42 +190,33 @@ class ResumeCheck:
         def enough(recorder: HistoryRecorder, _: CheckpointWatch) -> bool:
             return recorder.made >= last and has_seen_an_epoch(recorder, at)
 
-        plan = RecordPlan(states=(0, at, killed), tensors_from=at)
         kept = self.folder / "files of the last run"
-        job = ResumeJob(self.request.script, self.ranks, kept, plan, enough)
+        states = (0, at, killed)
+        job = ResumeJob(self.request.script, Meeting(self.ranks), kept, states, at, enough)
         try:
             made = self.run(job)
         finally:
             put_back(kept)
         if made.failed:
-            raise NotJudged(made.why("without interruption"))
-        if len(made.histories[0].steps) < killed:
+            raise NotJudged(made.why("in the run without interruption"))
+        if len(made.records[0].steps) < killed:
             raise NotJudged("two runs without interruption make different numbers of steps.")
-        return made.histories
-
-    def judge_without_steps(self, case: ResumeCase) -> None:
-        """Judge a resumed run that ended before its first pass."""
-        found = number_of_steps(case)
-        if found is None:
-            raise NotJudged("the resumed run makes no step, and none is left.")
-        self.verdict.findings = [found]
-        self.verdict.code = DIFFERS
+        return made.records
 
     def compare(self, case: ResumeCase) -> None:
-        """Compare the resumed run with the other runs, and look for causes."""
         hypotheses = [*STATE_CAUSES, *RATE_CAUSES]
         unequal = self.find_unequal_runs(case)
         if unequal:
-            self.verdict.skipped.append(
-                f"samples, gradients and parameters, as two runs without interruption differ: "
-                f"{unequal}"
+            self.verdict.untested.append(
+                "samples, gradients and parameters, as two runs without interruption have "
+                f"different {unequal}"
             )
         else:
             number = variable_batch(case)
             if number:
                 case.leave_out(number)
-                self.verdict.skipped.append(
-                    f"steps from {case.at + number + 1} on, whose numbers of samples differ"
+                self.verdict.untested.append(
+                    f"steps from {case.at + number + 1} on, as the numbers of samples differ"
                 )
             hypotheses += [*DATA_CAUSES, *RUN_CAUSES]
             self.describe_steps(case)
@@ -243,19 +225,17 @@ class ResumeCheck:
             if found is not None:
                 self.verdict.findings.append(found)
         if not self.verdict.findings and self.verdict.difference:
-            unknown = Finding("unknown", "none that was tried")
+            unknown = finding("unknown", "none of the known causes")
             self.verdict.findings.append(random_state(case) or unknown)
         if self.verdict.findings:
             self.verdict.code = DIFFERS
         elif unequal:
             raise NotJudged("the restored state is equal, but the script is not reproducible.")
         elif case.same_ranks and random_state(case) is not None:
-            self.verdict.notes.append(
-                "the random state differs, but did not matter in these steps."
-            )
+            self.verdict.notes.append("the random state differs, without effect in these steps.")
 
     def find_unequal_runs(self, case: ResumeCase) -> str:
-        """Return in which state two runs without interruption differ before the checkpoint."""
+        """Return the state that differs between two runs without interruption at the kill."""
         for killed, whole in zip(case.killed, case.whole, strict=True):
             if len(killed.steps) not in whole.states:
                 return ""  # the script ends there
@@ -263,24 +243,23 @@ class ResumeCheck:
             same = whole.states[len(killed.steps)]
             for kind in ("parameters", "buffers", "optimizer", "random"):
                 if unequal_keys(getattr(before, kind), getattr(same, kind)):
-                    return {"random": "the random state"}.get(kind, kind)
+                    return {"random": "random states"}.get(kind, kind)
         return ""
 
     def describe_steps(self, case: ResumeCase) -> None:
-        """Describe the compared steps, and the first that differs."""
         count = len(case.pairs(0))
         if not case.same_ranks:
             self.verdict.compared = f"Compared: the state after step {case.at}"
             self.verdict.compared += ", and the samples up to the end of the epoch."
-            self.verdict.skipped.append(
-                "gradients, parameters and random state of the steps after it, as "
+            self.verdict.untested.append(
+                "gradients, parameters and random states of later steps, as "
                 f"{len(case.killed)} ranks became {len(case.resumed)}"
             )
             return
         if case.ranks > 2 and count > VALUES:
-            self.verdict.skipped.append(
-                f"gradients after step {case.at + VALUES} and parameters, as three or more ranks "
-                "add in another order after DDP's first step"
+            self.verdict.untested.append(
+                f"gradients after step {case.at + VALUES} and parameters, as DDP changes the order "
+                "of sums over three or more ranks after the first step"
             )
         if count:
             self.verdict.compared = f"Compared: steps {case.at + 1} to {case.at + count}."
@@ -294,7 +273,7 @@ class ResumeCheck:
 
 
 def has_seen_an_epoch(recorder: HistoryRecorder, first: int) -> bool:
-    """Return whether the steps after step `first` reach beyond the next epoch, or long enough."""
+    """Return whether the steps after step `first` include the next epoch, or reach a limit."""
     steps = recorder.history.steps[first:]
     if not steps:
         return False
@@ -305,9 +284,9 @@ def has_seen_an_epoch(recorder: HistoryRecorder, first: int) -> bool:
 
 
 def describe_difference(whole: RankStep, resumed: RankStep, ranks: int) -> str:
-    """Describe what differs first in a step; the empty string if nothing does."""
+    """Describe the first difference in a step. Equal steps give the empty string."""
     if whole.samples(False) != resumed.samples(False):
-        return "other samples."
+        return "samples differ."
     if whole.rates != resumed.rates:
         return f"the learning rate is {resumed.rates[0]:.4g}, not {whole.rates[0]:.4g}."
     for kind in ("grads", "params"):
@@ -318,7 +297,7 @@ def describe_difference(whole: RankStep, resumed: RankStep, ranks: int) -> str:
         distances = gradient_distances(getattr(resumed, kind_values), getattr(whole, kind_values))
         largest = max(distances.values(), default=1.0)
         if ranks > 2 and largest < ROUNDING:
-            continue  # DDP adds in another order after its first step
+            continue  # DDP changes the order of sums after the first step
         name = "gradients" if kind == "grads" else "parameters"
         worst = max(distances, key=lambda each: distances[each], default=wrong[0])
         size = f", by {largest:.1%} in {worst}" if distances else ""

@@ -1,10 +1,10 @@
-"""Let the ranks of a run meet before each step, where rank 0 decides whether all of them stop."""
+"""Synchronize the ranks of a run before each step, where rank 0 decides whether all ranks stop."""
 
 import mmap
 import time
 from collections.abc import Callable
 
-PATIENCE = 10.0  # seconds that a rank waits for the others
+PATIENCE = 10.0  # seconds that a rank waits for other ranks
 POLL = 0.0005  # seconds
 NEVER = 2**62  # meetings of a rank that has ended
 
@@ -15,10 +15,10 @@ class Meeting:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         memory = mmap.mmap(-1, 8 * (ranks + 2))
-        self.slots = memoryview(memory).cast("q")
+        self.slots = memoryview(memory).cast("q")  # the latest meeting of each rank
         self.passed = ranks  # slot of the latest meeting that rank 0 has ended
         self.stopped = ranks + 1  # slot of the meeting at which all ranks stop
-        self.alone = False  # a rank did not come, so this one no longer waits
+        self.alone = False  # a rank was missing, so this rank no longer waits
 
     def stops(self, rank: int, number: int, decide: Callable[[], bool]) -> bool:
         """Wait for all ranks, and return whether to stop at meeting `number`, counted from 1."""
@@ -33,7 +33,7 @@ class Meeting:
         return 0 < self.slots[self.stopped] <= number
 
     def leave(self, rank: int) -> None:
-        """Let no rank wait for a rank that has ended."""
+        """Stop waiting for this rank."""
         self.slots[rank] = NEVER
         if rank == 0:
             self.slots[self.passed] = NEVER

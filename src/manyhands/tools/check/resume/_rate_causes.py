@@ -1,12 +1,12 @@
-"""Find learning rates that are not those of a run without interruption."""
+"""Hypotheses about learning rates that differ from a run without interruption."""
 
 import math
 
-from manyhands.tools.check._report import Finding
-from manyhands.tools.check.resume._case import ResumeCase, ResumeHypothesis, finding
+from manyhands.tools.check._report import Finding, finding
+from manyhands.tools.check.resume._case import ResumeCase, ResumeHypothesis
 from manyhands.tools.check.resume._state_causes import optimizer_state
 
-FAR = 4  # learning rates that have to fit
+FIT = 4  # number of learning rates that identify a position in the schedule
 
 
 def schedules(case: ResumeCase) -> Finding | None:
@@ -20,20 +20,20 @@ def schedules(case: ResumeCase) -> Finding | None:
         if found == expected or (number and not case.same_ranks):
             continue
         i = [a == b for a, b in zip(expected, found, strict=True)].index(False)
-        text = f"a schedule has made {found[i]} steps before step {case.at + number + 1}, "
+        text = f"a schedule made {found[i]} steps before step {case.at + number + 1}, "
         text += f"not {expected[i]}"
         if number:
             first, other = counters[0]
             if found[i] - other[i] == 2 * (expected[i] - first[i]):
-                return finding("schedule stepped twice", f"{text}: two in each step")
+                return finding("schedule stepped twice", f"{text}: two per step")
         elif found[i] <= case.whole[0].steps[0].schedules[i]:
-            return finding("schedule not restored", f"{text}: it starts from its beginning")
+            return finding("schedule not restored", f"{text}: the schedule restarts")
         return finding("schedule off", text)
     return None
 
 
 def learning_rates(case: ResumeCase) -> Finding | None:
-    """Compare the learning rates, which may follow no schedule of torch."""
+    """Compare learning rates, which may follow a schedule of the script."""
     if schedules(case) is not None:
         return None
     whole = [step.rates for step in case.whole[0].steps]
@@ -46,16 +46,16 @@ def learning_rates(case: ResumeCase) -> Finding | None:
     text += shown(whole[before])
     after = resumed[number:]
     if fits(whole, after):
-        return finding("schedule not restored", f"{text}: the schedule starts from its beginning")
-    for far in range(1, len(whole)):
-        if fits(whole[before + far :], after[:FAR]):
-            return finding("schedule off", f"{text}: the schedule is {far} steps ahead")
-        if far <= before and fits(whole[before - far :], after[:FAR]):
-            return finding("schedule off", f"{text}: the schedule is {far} steps behind")
-    if fits(whole[before::2], after[:FAR]) or fits(whole[before + 1 :: 2], after[:FAR]):
+        return finding("schedule not restored", f"{text}: the schedule restarts")
+    for shift in range(1, len(whole)):
+        if fits(whole[before + shift :], after[:FIT]):
+            return finding("schedule off", f"{text}: the schedule is {shift} steps ahead")
+        if shift <= before and fits(whole[before - shift :], after[:FIT]):
+            return finding("schedule off", f"{text}: the schedule is {shift} steps behind")
+    if fits(whole[before::2], after[:FIT]) or fits(whole[before + 1 :: 2], after[:FIT]):
         return finding("schedule stepped twice", f"{text}: the schedule steps twice per step")
     if optimizer_state(case) is not None:
-        return None  # which has the learning rate
+        return None  # the optimizer's state has the learning rate
     return finding("learning rate", text)
 
 
@@ -73,7 +73,7 @@ def close(a: list[float], b: list[float]) -> bool:
 
 
 def fits(whole: list[list[float]], resumed: list[list[float]]) -> bool:
-    """Return whether the rates are the first ones of a longer list, as far as that reaches."""
+    """Return whether one list of rates is the start of the other."""
     count = min(len(whole), len(resumed))
     return count > 0 and first_unequal(whole[:count], resumed[:count]) is None
 

@@ -1,26 +1,18 @@
-"""Describe the record that each process of a resume check writes."""
+"""Describe the record of a process of a resume check."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from manyhands.tools.check._records import Tensors
+from manyhands.tools.check._records import SeenBatch, Tensors
 
 Digests = dict[str, str]
-
-
-@dataclass
-class PassSamples:
-    """The samples of one backward pass."""
-
-    hashes: list[str] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)  # in the data set; empty if unknown
-    epoch: int = 0  # iterations over loaders so far
 
 
 @dataclass
 class State:
     """Digests of the state before a step."""
 
-    # Parameters of optimizers by their numbers, such as "0:3", and others by name.
+    # Parameters of optimizers by numbers, such as "0:3", and other parameters by name.
     parameters: Digests = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)  # of parameters
     trained: list[str] = field(default_factory=list)  # keys of parameters with gradients
@@ -33,23 +25,23 @@ class State:
 
 @dataclass
 class RankStep:
-    """One step of an optimizer on one rank."""
+    """A step of an optimizer on a rank."""
 
-    optimizer: int = 0  # in the order in which they were made
-    passes: list[PassSamples] = field(default_factory=list)
+    optimizer: int = 0  # in order of creation
+    passes: list[SeenBatch] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)  # of each parameter group
     schedules: list[int] = field(default_factory=list)  # steps of each schedule
     grads: Digests = field(default_factory=dict)
     params: Digests = field(default_factory=dict)  # after the step
-    # Values of the first steps only.
+    # Values, only of the first recorded steps.
     grad_values: Tensors = field(default_factory=dict)
     param_values: Tensors = field(default_factory=dict)
 
-    def samples(self, by_index: bool) -> tuple[object, ...]:
+    def samples(self, by_index: bool) -> tuple[Any, ...]:
         """Return the index or the hash of each sample."""
-        found: list[object] = []
-        for one in self.passes:
-            found += one.indices if by_index else one.hashes
+        found: list[Any] = []
+        for batch in self.passes:
+            found += batch.samples(by_index)
         return tuple(found)
 
     @property
@@ -59,12 +51,12 @@ class RankStep:
 
 @dataclass
 class RankHistory:
-    """The record of one process."""
+    """The record of a process."""
 
     steps: list[RankStep] = field(default_factory=list)
-    states: dict[int, State] = field(default_factory=dict)  # by the number of steps made
+    states: dict[int, State] = field(default_factory=dict)  # by the number of earlier steps
     ended: bool = False  # the script ended by itself
     grouped: bool = False  # a process group existed
-    files: list[str] = field(default_factory=list)  # of all checkpoints that were written
-    checkpoint: str = ""  # the file or folder of the latest
+    files: list[str] = field(default_factory=list)  # of all written checkpoints
+    checkpoint: str = ""  # the file or folder of the latest checkpoint
     read: list[str] = field(default_factory=list)  # files of the earlier run

@@ -1,12 +1,7 @@
-"""Find random numbers that were not restored, and runs with another number of steps."""
+"""Hypotheses about random states and numbers of steps."""
 
-from manyhands.tools.check._report import Finding
-from manyhands.tools.check.resume._case import (
-    ResumeCase,
-    ResumeHypothesis,
-    finding,
-    unequal_keys,
-)
+from manyhands.tools.check._report import Finding, finding
+from manyhands.tools.check.resume._case import ResumeCase, ResumeHypothesis, unequal_keys
 from manyhands.tools.check.resume._state_causes import saved_states
 
 
@@ -17,21 +12,23 @@ def number_of_steps(case: ResumeCase) -> Finding | None:
     left = len(case.whole[0].steps) - case.at
     made = len(resumed.steps)
     if resumed.ended and made < left:
-        return finding("number of steps", f"the resumed run ends after {made} steps; more are left")
+        text = f"the resumed run ends after {made} steps, before the run without interruption"
+        return finding("number of steps", text)
     if case.whole[0].ended and made > left:
-        return finding(
-            "number of steps", f"the resumed run makes {made} steps, where {left} are left"
-        )
+        text = f"the resumed run makes {made} steps, but {left} remain"
+        return finding("number of steps", text)
     return None
 
 
 def random_state(case: ResumeCase) -> Finding | None:
-    """Explain a difference that nothing else explains by the random state."""
+    """Compare random state that later steps use."""
     for rank in range(case.ranks):
         saved, restored = case.states(rank)
-        wrong = [
-            key for key in unequal_keys(saved.random, restored.random) if is_used(case, rank, key)
-        ]
+        wrong = []
+        for key in unequal_keys(saved.random, restored.random):
+            # A run that draws numbers changes the random state of the library.
+            if len({state.random[key] for state in case.whole[rank].states.values()}) > 1:
+                wrong.append(key)
         if not wrong:
             continue
         for other, state in enumerate(saved_states(case)):
@@ -41,11 +38,6 @@ def random_state(case: ResumeCase) -> Finding | None:
         which = " and ".join(wrong)
         return finding("random state", f"the random state of {which} was not restored")
     return None
-
-
-def is_used(case: ResumeCase, rank: int, key: str) -> bool:
-    """Return whether a run draws numbers from a library's generator."""
-    return len({state.random[key] for state in case.whole[rank].states.values()}) > 1
 
 
 RUN_CAUSES: list[ResumeHypothesis] = [number_of_steps]

@@ -1,4 +1,4 @@
-"""Make digests of all state before a step: two runs with equal digests are in the same state."""
+"""Make digests of the state before a step. Equal states have equal digests."""
 
 import hashlib
 import random
@@ -9,24 +9,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.tools.check._batches import digest, parts_of
+from manyhands.tools.check._batches import digest, is_container, parts_of
 from manyhands.tools.check._loaders import copy_of
 from manyhands.tools.check.resume._records import Digests
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of a tensor, a number or a container of these."""
+    """Return a digest of a tensor, a number or a container."""
     if isinstance(value, Tensor):
         value = copy_of(value)
         if value.dim():
             return digest(value)
-        value = value.item()  # a step may be a tensor in one run, and a number in another
+        value = value.item()  # an optimizer's step may be a tensor or a number
     if isinstance(value, bool | int | float):
         return repr(float(value))
-    parts = parts_of(value)
-    if parts is None:
-        return repr(value) if isinstance(value, str) else ""
-    return text_digest(repr([digest_of(part) for part in parts.values()]))
+    if is_container(value):
+        return text_digest(repr([digest_of(part) for part in parts_of(value).values()]))
+    return repr(value) if isinstance(value, str) else ""
 
 
 def text_digest(text: str) -> str:

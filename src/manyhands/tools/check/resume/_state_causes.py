@@ -1,16 +1,10 @@
-"""Find state that the resumed run does not have as it was at the checkpoint."""
+"""Hypotheses about state that differs from the checkpoint."""
 
 import re
 
-from manyhands.tools.check._report import Finding
-from manyhands.tools.check.resume._case import (
-    ResumeCase,
-    ResumeHypothesis,
-    describe,
-    finding,
-    unequal_keys,
-)
-from manyhands.tools.check.resume._records import Digests, State
+from manyhands.tools.check._report import Finding, describe, finding
+from manyhands.tools.check.resume._case import ResumeCase, ResumeHypothesis, unequal_keys
+from manyhands.tools.check.resume._records import State
 
 
 def parameters(case: ResumeCase) -> Finding | None:
@@ -20,16 +14,16 @@ def parameters(case: ResumeCase) -> Finding | None:
         if not wrong:
             continue
         names = [saved.names.get(key, key) for key in wrong]
-        start = case.start(rank).parameters
+        start = case.whole[rank].states[0].parameters
         as_at_start = all(restored.parameters[key] == start.get(key) for key in wrong)
-        text = f"{describe(names, len(saved.parameters))} of the parameters"
+        text = f"{describe(names)} ({len(wrong)} of {len(saved.parameters)} parameters)"
         if as_at_start:
-            text += " have their initial values"
+            text += " have initial values"
         else:
-            text += " are not those of the checkpoint"
+            text += " differ from the checkpoint"
         frozen = len(saved.trained) < len(saved.parameters)
         if frozen and set(wrong) <= set(saved.trained):
-            return finding("adapter weights", f"{text}, and all frozen ones are restored")
+            return finding("adapter weights", f"{text}, and all frozen parameters are restored")
         return finding("parameters", text)
     return None
 
@@ -39,8 +33,8 @@ def buffers(case: ResumeCase) -> Finding | None:
     wrong = unequal_keys(saved.buffers, restored.buffers)
     if not wrong:
         return None
-    text = f"{describe(wrong, len(saved.buffers))} of the model's buffers"
-    return finding("running statistics", f"{text} are not those of the checkpoint")
+    text = f"{describe(wrong)} ({len(wrong)} of {len(saved.buffers)} buffers)"
+    return finding("running statistics", f"{text} differ from the checkpoint")
 
 
 def averages(case: ResumeCase) -> Finding | None:
@@ -48,7 +42,7 @@ def averages(case: ResumeCase) -> Finding | None:
     wrong = unequal_keys(saved.averages, restored.averages)
     if not wrong:
         return None
-    text = f"{describe(wrong, 0)}, which is no part of the model, is not as at the checkpoint"
+    text = f"{describe(wrong)}, outside the model, differs from the checkpoint"
     return finding("weight average", text)
 
 
@@ -58,24 +52,28 @@ def optimizer_state(case: ResumeCase) -> Finding | None:
         wrong = unequal_keys(saved.optimizer, restored.optimizer)
         missing = [key for key in saved.optimizer if key not in restored.optimizer]
         if not case.same_ranks:
-            missing = []  # another rank may have it
-            if any(state.optimizer for state in restored_states(case)):
-                wrong = [key for key in wrong if same_on_ranks(case, key)]
-            elif saved.optimizer:
+            missing = []  # a different rank may have the state
+            if any(history.states[0].optimizer for history in case.resumed):
+                states = saved_states(case)
+                # State that differs between ranks, such as shards, cannot be compared.
+                wrong = [key for key in wrong if len({s.optimizer.get(key) for s in states}) == 1]
+            else:
                 missing = list(saved.optimizer)
         if not wrong and not missing:
             continue
         if len(missing) == len(saved.optimizer):
             return finding("optimizer state", "the optimizer starts without state")
         if missing:
-            text = f"the optimizer starts without {describe(named(missing, saved), 0)}"
+            text = f"the optimizer starts without {describe(named(missing, saved))}"
             return finding("optimizer state", text)
         for other, state in enumerate(saved_states(case)):
-            if other != rank and holds(state.optimizer, restored.optimizer, wrong):
+            if other != rank and all(
+                state.optimizer.get(key) == restored.optimizer[key] for key in wrong
+            ):
                 text = f"rank {rank} has the optimizer's state of rank {other}"
                 return finding("optimizer state of another rank", text)
-        text = f"{describe(named(wrong, saved), 0)} in the optimizer's state"
-        return finding("optimizer state", f"{text} is not that of the checkpoint")
+        text = f"{describe(named(wrong, saved))} in the optimizer's state"
+        return finding("optimizer state", f"{text} differs from the checkpoint")
     return None
 
 
@@ -83,21 +81,8 @@ def saved_states(case: ResumeCase) -> list[State]:
     return [case.saved(rank) for rank in range(len(case.killed))]
 
 
-def restored_states(case: ResumeCase) -> list[State]:
-    return [history.states[0] for history in case.resumed]
-
-
-def same_on_ranks(case: ResumeCase, key: str) -> bool:
-    return len({state.optimizer.get(key) for state in saved_states(case)}) == 1
-
-
-def holds(saved: Digests, restored: Digests, keys: list[str]) -> bool:
-    """Return whether two states have the same values."""
-    return all(saved.get(key) == restored[key] for key in keys)
-
-
 def named(keys: list[str], state: State) -> list[str]:
-    """Replace the numbers of parameters by names."""
+    """Replace the numbers of parameters in keys by names."""
 
     def name(match: re.Match[str]) -> str:
         return state.names.get(match.group(), f"parameter {match.group()}")
@@ -111,7 +96,7 @@ def scaler(case: ResumeCase) -> Finding | None:
         found = restored.scaler.get(key)
         if found != value:
             name = key.strip("_").replace("_", " ")
-            text = f"the gradient scaler starts with the {name} {found}, and had {value}"
+            text = f"the gradient scaler starts with the {name} {found}, not {value}"
             return finding("gradient scaler", text)
     return None
 
