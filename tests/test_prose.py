@@ -11,12 +11,12 @@ pytestmark = pytest.mark.quick
 prose = runpy.run_path(str(ROOT / "tools" / "prose.py"))
 
 # Phrases over the reference, of 49. Lower these limits after each improvement.
-DOCS_PHRASES = 45  # README, CONTRIBUTING and docs
-SOURCE_PHRASES = 15  # src/manyhands
+DOCS_PHRASES = 8  # README, CONTRIBUTING and docs
+SOURCE_PHRASES = 8  # src/manyhands
 # Words of README.md and docs/**/*.md, including code and tables (`wc -w`).
-DOCS_WORDS = 66_000
+DOCS_WORDS = 50_000
 # Words of docstrings, without examples, and comments.
-SOURCE_WORDS = 83_500
+SOURCE_WORDS = 73_500
 
 ADVICE = "Run `python tools/prose.py` for the phrases, and `--lines FILE` for their lines."
 

@@ -151,16 +151,14 @@ class Blocks(OptimizerWrapper):
         interval = every if isinstance(every, Every) else Every(every)
         one_of("buffers", buffers, BUFFER_OPTIONS)
         overlap = whole("overlap", overlap)
-        if mix is not None:
-            mix = real("mix", mix, least=0, most=1)
+        mix = None if mix is None else real("mix", mix, least=0, most=1)
         fragments = whole("fragments", fragments, 1)
         one_of("codec", codec, list(CODECS))
         one_of("state", state, STATE_OPTIONS)
         warmup = whole("warmup", warmup, why="It is a number of steps.")
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
-        inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
-        members = make_members(type(self).__name__, process_group, inner, crew)
+        members = make_members(type(self).__name__, process_group, inner_group, crew)
         check_schedule(interval, overlap, fragments, ranks_per_worker=members.inner.size)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, self._inner)
         self._supports_amp = supports_amp(self._inner)
@@ -177,13 +175,12 @@ class Blocks(OptimizerWrapper):
             "warmup": warmup,
             "local_warmup": local_warmup,
         }
-        resets = state == "reset" or (local_warmup and warmup > 0)
         self._sync = Sync(
             members,
-            Anchor(outer, CODECS[codec], fragments, anchor_on_host, inner),
+            Anchor(outer, CODECS[codec], fragments, anchor_on_host, members.inner),
             Schedule(interval, fragments, overlap, warmup),
             BlockState.begin(warmup, local_warmup),
-            Extras(self._inner, model, buffers, state, resets),
+            Extras(self._inner, model, buffers, state, local_warmup and warmup > 0),
             self._options,
             mix,
         )

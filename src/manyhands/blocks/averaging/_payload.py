@@ -333,7 +333,7 @@ class Extras:
         model: nn.Module | None,
         buffers: str,
         state: str,
-        resets_state: bool,
+        resets_after_warmup: bool,
     ) -> None:
         self.optimizer = optimizer
         modules = [model] if model is not None else _find_modules(all_params(optimizer))
@@ -344,7 +344,7 @@ class Extras:
         # The state before the first step, which `reset_state` restores (Adagrad has some).
         self.initial_state: dict[Any, Any] = {}
         inner = self._innermost
-        if resets_state and inner.state:
+        if (resets_after_warmup or state == "reset") and inner.state:
             self.initial_state = copy.deepcopy(inner.state_dict()["state"])
 
     @property
