@@ -357,7 +357,7 @@ def run(method: Callable[[Start, Record], Model], case: Case, workers: int) -> O
     with tempfile.TemporaryDirectory() as folder:
         for number, (ranks, steps) in enumerate(case.starts):
             start = Start(Path(folder), number > 0, steps, workers)
-            with Team(ranks, work(method, start)) as team:
+            with Team(ranks, work(method, start), daemon=False) as team:
                 for found in team.ask({}):
                     uses.update(found["used"])
                     weights = found["weights"]

@@ -33,9 +33,17 @@ class Team:
     """N ranks in a gloo group of their own."""
 
     def __init__(
-        self, ranks: int, work: Work, enter: Callable[[int], object] = lambda rank: None
+        self,
+        ranks: int,
+        work: Work,
+        enter: Callable[[int], object] = lambda rank: None,
+        *,
+        daemon: bool = True,
     ) -> None:
-        """`enter(rank)` is called first in each process: it may take it to another host."""
+        """Fork the ranks. Each rank first calls `enter(rank)`, which may move it to another host.
+
+        Ranks that start processes, such as a DataLoader's, need `daemon=False`.
+        """
         torch.set_num_threads(1)
         # Ranks are forked; what torch imports late is imported here, once.
         torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
@@ -46,7 +54,7 @@ class Team:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             given = (rank, ranks, self._folder.name, work, enter, theirs)
-            process = context.Process(target=_live, args=given, daemon=True)
+            process = context.Process(target=_live, args=given, daemon=daemon)
             process.start()
             theirs.close()
             self._pipes.append(ours)
