@@ -205,7 +205,8 @@ def _averaging_modules(optimizer: Optimizer, workers: RankGroup) -> set[str]:
 
 def _averages(module: nn.Module) -> bool:
     # torch's DDP, its subclasses and ShardedDataParallel share these two attributes.
-    return "require_backward_grad_sync" in vars(module) and "process_group" in vars(module)
+    attributes = vars(module)
+    return "require_backward_grad_sync" in attributes and "process_group" in attributes
 
 
 def _groups_overlap(group: object, workers: RankGroup) -> bool:
