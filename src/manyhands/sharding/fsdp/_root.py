@@ -92,7 +92,7 @@ class PrefetchOrder:
         self._ran.append(wrap)
 
     def end(self) -> bool:
-        """Return whether the order of the ended forward is different."""
+        """End the forward, and return whether the order has changed."""
         times = Counter(self._ran)
         successors = {}
         for wrap, successor in pairwise(self._ran):
