@@ -149,7 +149,7 @@ class ReduceScatter(_Allocator):
     def __init__(self, queue: ReduceQueue, wrap: Any) -> None:
         self._queue = queue
         self._wrap = wrap
-        self._to_send = 0  # elements of a send buffer without a slice
+        self._to_send = 0  # elements of a send buffer that has no slice
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         (elements,) = size

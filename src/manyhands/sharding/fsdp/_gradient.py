@@ -1,10 +1,9 @@
 """Convert `param.grad` of a sharded backward into a DTensor that works with torch's clipping.
 
 `torch.nn.utils.clip_grad_norm_` stacks the norms of all gradients and takes the norm of the stack.
-With plain DTensors, each parameter costs an all_reduce, and the result is a DTensor, which cannot
-be formatted as a number. Here, the norm of a gradient is a `LocalNorm`
-(`_ranks/sharded_gradient.py`), which costs a single small all_reduce in total and gives a plain
-tensor.
+With plain DTensors, each parameter costs an all_reduce, and the result cannot be formatted as a
+number. Here, the norm of a gradient is a `LocalNorm` (`_ranks/sharded_gradient.py`): a single small
+all_reduce in total, with a plain tensor as the result.
 
 A reduction of a plain DTensor, such as `grad.sum()`, returns a partial result on each rank, and
 `item()` and `bool()` ignore the other ranks' parts. This class combines the parts immediately. All

@@ -1,7 +1,7 @@
 """Find and check the parameters of a wrap, by place.
 
 A place is a (module, name) pair. Hooks and state dicts store places, not parameters, because the
-engine swaps a module's parameter between the sharded and the full form.
+engine replaces sharded parameters by full parameters, and back.
 
 On a single rank, without an engine, casts around each forward implement mixed precision. The module
 that runs first hides all parameters inside behind casts, and removes the casts afterwards. Autograd

@@ -1,7 +1,7 @@
 """Make a wrap look like the wrapped module: attributes, parameter names, state dict.
 
-Names are the plain model's, and a state dict contains full tensors. torch calls these hooks for
-every wrap and module, inner wraps first. Each hook converts only the entries of a single wrap:
+Names are the plain model's. State dicts contain full tensors. torch calls these hooks for every
+wrap and module, inner wraps first. Each hook converts only a single wrap's entries:
 
     _begin_state   before the module's state_dict(): free full parameters, wait for all ranks
     _show_full     after the module's state_dict(): full tensors (or slices, if requested)

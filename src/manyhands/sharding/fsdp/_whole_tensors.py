@@ -59,7 +59,7 @@ class WholeTensorOptimizer(DividedOptimizer):
     ranks. Results equal the plain optimizer's. Elementwise optimizers, such as AdamW, do not need
     this class.
 
-    Each of N ranks stores 1/N of the optimizer's state and a second 1/N of the parameters. Use
+    Each of N ranks stores 1/N of the optimizer's state, with a second 1/N of the parameters. Use
     `save` and `load` for checkpoints. An optimizer with estimates over all parameters (Prodigy)
     only uses the parameters that a rank owns.
 

@@ -7,7 +7,7 @@
 `fully_shard` implements this for the wrapped module, with DTensors. The wrapper adds options
 (`_options.py`), cheaper collectives on gloo (`_collectives.py`), gradients of parameters that only
 some ranks use (`_root.py`), the plain model's names and state dicts (`_transparent.py`), and
-support for a single rank without a process group.
+support for single processes.
 
 Glossary
     wrap      a FullyShardedDataParallel, with the parameters outside its inner wraps

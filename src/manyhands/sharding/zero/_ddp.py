@@ -120,7 +120,7 @@ class ShardedDataParallel(ModuleWrapper):
             workers = workers.with_own_group(next(module.parameters()).device, pairs=True)
         self._reducer = Reducer(self._shards(), workers, weakref.ref(self), reduce_dtype)
         for one in self._optimizers:
-            # Weak: the optimizer may outlive the module and the reducer.
+            # Weak: the optimizer may outlive the module.
             one._run.reducer_ref = weakref.ref(self._reducer)
 
     def _shards(self) -> list[Shards]:

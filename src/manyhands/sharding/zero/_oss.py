@@ -104,7 +104,7 @@ class OSS(DividedOptimizer):
             "whole" assigns each parameter to a single rank. The default depends on `optim`; see
             `.layout`.
         shared_memory: for CPU ranks of a single host: read gradients and parameters from the memory
-            of other ranks, in at most half the CPU time of sending.
+            of other ranks. This takes half the CPU time of sending, or less.
         bucket_size: elements per message; default 4 Mi, more for many ranks, less for small models.
         gather_state: let `state_dict()` collect the state from all ranks, for trainers that call it
             on every rank, such as Accelerate. Each rank temporarily stores the full state in host
@@ -328,7 +328,7 @@ class OSS(DividedOptimizer):
         count_step(self)
 
     def _check_averaged(self) -> None:
-        """Raise if ranks have different gradients in a first step."""
+        """Raise if ranks have different gradients in the first step with new parameters."""
         if self._run.averaged or self._run.reducer is not None:
             return
         own = 0.0

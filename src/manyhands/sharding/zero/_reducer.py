@@ -4,9 +4,9 @@ Within a backward pass
     arrived    a gradient is complete. It is copied into its buckets (a bucket inside a single
                gradient becomes a view instead), and `param.grad` is dropped
     launch     a full bucket is sent, in an order that all ranks share
-    finish     the other ranks' data for our slice have arrived, and the mean is computed
-    close      at the end of the pass, missing gradients count as zero. The remaining buckets are
-               sent and finished, and the means become `param.grad`
+    finish     the mean of our slice is computed from the other ranks' data
+    close      at the end of the pass, missing gradients count as zero, the remaining buckets
+               are sent and finished, and `param.grad` gets the means
 
 Tensors, and their lifetimes
     filling    per bucket: the data to send, from the first gradient until sending
@@ -81,7 +81,7 @@ class Reducer:
         self.params = [p for shards in self._all_shards for p in shards.params]
         self._trained = [param.requires_grad for param in self.params]
         self._buckets: list[GradientBucket] = []
-        # For each parameter: buckets, and the range in each.
+        # For each parameter: the range in each bucket.
         self._where: list[list[tuple[GradientBucket, ParamRange]]] = [[] for _ in self.params]
         first = 0
         largest = 0  # bytes
@@ -272,7 +272,7 @@ class Reducer:
             self.workers.broadcast_from_first([order])
             self._order = order.tolist()
             self._agreed = True
-        # Every rank takes part here.
+        # Send rank 0's buffers here, where every rank takes part.
         module = self._module()
         if module is not None and module.broadcast_buffers:
             module.sync_buffers()

@@ -4,10 +4,10 @@ An entry of a slice's state has one of three kinds:
     like     a tensor of the slice's shape; the parameter's tensor is joined from all slices
     small    a tensor of up to `SMALL` elements (a step count), equal for all slices
     value    a plain value
-In the whole layout, any other tensor is sent unchanged.
+If each parameter has a single owner, any other tensor is sent unchanged.
 
 Ranks send names, small tensors and values as text, and large tensors individually: the recipient
-needs memory for the full state and a tensor.
+needs memory for the full state and an additional tensor.
 """
 
 from __future__ import annotations
