@@ -77,7 +77,7 @@ class DividedOptimizer(ShardedOptimizer):
     def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
         """Step this rank's tensors, then give the new values to all ranks.
 
-        Call it on every rank. A `closure` is called once, beforehand, and its loss is returned. (On
+        Call it on every rank. A `closure` is called once, beforehand, and the loss is returned. (On
         a single rank `optim` calls it.)
         """
         self._begin_step()

@@ -3,7 +3,7 @@
 gloo's reduce_scatter moves twice the necessary bytes, and its collectives block. Here
 
     all_gather       a broadcast for each rank's slice, awaited when the parameters are needed
-    reduce_scatter   each slice is sent directly to its rank (`RankGroup.reduce_scatter_slices`),
+    reduce_scatter   each slice is sent directly to the owner (`RankGroup.reduce_scatter_slices`),
                      and awaited when the next wrap's gradients are ready or the pass is over
 
 The engine expects a complete mean when the call returns. Usually the engine only makes views, so
@@ -119,7 +119,7 @@ class ReduceQueue:
             self._passes.enter(task)
 
     def forget(self) -> None:
-        """Discard a pass that raised an error, after waiting for its data."""
+        """Discard a pass that raised an error, after waiting for the data."""
         if self._passes.open and current_task() == -1:
             self._passes.forget()
             self._complete_all()
@@ -133,7 +133,7 @@ class ReduceQueue:
 
     def _complete_all(self) -> None:
         while self._in_flight:
-            # The engine still references the tensor, so free its memory.
+            # The engine still references the tensor.
             self._complete_first().resize_(0)
 
     def _complete_first(self) -> torch.UntypedStorage:

@@ -55,7 +55,7 @@ def eager(fn: F) -> F:
     return uncompiled
 
 
-# A mesh for each group and device type. Weak, so that a group is freed with its last user.
+# A mesh for each group and device type.
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = (
     weakref.WeakKeyDictionary()
 )
@@ -96,8 +96,7 @@ class Engine:
         distinct: dict[Tensor, Place] = {}
         for place in places.values():
             distinct[_param_at(place)] = place
-        # Order matters: fully_shard prepends its pre-hook and appends its forward hook, which
-        # puts the engine's hooks between ours.
+        # fully_shard prepends a pre-hook and appends a forward hook, which our hooks must enclose.
         module.register_forward_pre_hook(eager(_nest_inputs), prepend=True, with_kwargs=True)
         module.register_forward_hook(eager(_flatten_output))
         # Pinned memory, which needs a GPU, lets copies overlap with computation.

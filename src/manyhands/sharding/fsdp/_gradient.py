@@ -65,7 +65,7 @@ class DTensorGradient(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """The gradient without its history. Assigning replaces this rank's slice."""
+        """The gradient without history. Assigning replaces this rank's slice."""
         return self.detach()
 
     @data.setter

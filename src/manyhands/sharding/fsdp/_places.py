@@ -116,7 +116,6 @@ def copy_from_rank_0(modules: Iterable[nn.Module], ranks: RankGroup, device: tor
 def check_module(
     module: nn.Module, wrapper: type[nn.Module], wrapped: Container[nn.Module] = ()
 ) -> None:
-    """Raise a TypeError if a module is already in a wrap."""
     check_not_averaged_inside(module)
     if isinstance(module, wrapper) or module in wrapped:
         raise TypeError(
@@ -222,7 +221,7 @@ def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: object, kwargs: object)
 
 
 class _Casts:
-    """Casts that hide the parameters inside a module during its forward."""
+    """Casts that hide the parameters in a module during forward."""
 
     def __init__(self, places: Sequence[Place], shown: set[Place], dtype: torch.dtype) -> None:
         self._places = places

@@ -1,4 +1,4 @@
-"""Coordinate the wraps of a root, around its forward and in its backward.
+"""Coordinate the wraps of a root in forward and backward.
 
 **Prefetching.** `PrefetchOrder` gives torch's engine the order of the last forward. The engine
 starts gathering a wrap as soon as the previous wrap has its parameters. (In a backward the engine
@@ -147,7 +147,6 @@ class UsedParameters:
         return [param for engine in self._engines for param in engine.params]
 
     def begin(self) -> None:
-        """Prepare for the first averaged gradients of a pass."""
         self._had_gradient = [param.grad is not None for param in self._params()]
 
     def end(self) -> None:
@@ -240,7 +239,7 @@ class RootState:
                 modules.append(self._engines[self._order.next[number]].module)
             engine.module.set_modules_to_forward_prefetch(modules)
         for number in self._order.not_run:
-            # A collective must be awaited before its buffer can be freed.
+            # A collective must end before a buffer is freed.
             self._engines[number].module.unshard()
             self._engines[number].module.reshard()
 
@@ -251,7 +250,6 @@ class RootState:
 
     @eager
     def recover(self) -> None:
-        """Reset after an error in a forward or backward."""
         module = self._engines[0].module
         # torch 2.13 awaits and frees in reset_iter_state.
         if self._order.in_forward and not hasattr(module, "reset_iter_state"):
@@ -273,7 +271,7 @@ def _mark_root(wrap: Wrap) -> RootState | None:
     # Inner single-rank wraps do not communicate.
     members = [each for each in inside if each.world_size > 1 or each is wrap]
     check_inner_groups(wrap._ranks, [each._ranks for each in members])
-    # The engine fixes its root in the first forward, and cannot change it.
+    # The engine cannot change the root after the first forward.
     if wrap.world_size > 1 and any(each._is_root for each in members):
         raise RuntimeError("an inner wrap has already run alone. Run the outermost wrap first.")
     if wrap._engine is not None:

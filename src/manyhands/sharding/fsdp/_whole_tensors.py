@@ -2,9 +2,9 @@
 
 Each tensor has an *owner* rank. A step, in order
 
-    gradients    every rank sends its shard of a gradient to the tensor's owner
+    gradients    every rank sends a shard of a gradient to the tensor's owner
     step         `optim`, an instance of the user's optimizer class, steps the tensors of this rank
-    parameters   the owner sends every rank its shard of the new tensor
+    parameters   the owner sends a shard of the new tensor to every rank
 
 Between steps, owners store tensors and optimizer state. If shards have changed otherwise, for
 example by loading a checkpoint, ranks send them to the owners again.

@@ -1,7 +1,7 @@
 """Shard parameters over the ranks: the public wrapper around torch's `fully_shard`.
 
     between steps   each rank stores a slice of every parameter, gradient and optimizer state
-    in a forward    each wrap gathers its parameters, computes, and frees them
+    in a forward    each wrap gathers parameters, computes, and frees them
     in a backward   each wrap gathers again, and gives every rank a slice of the mean gradient
 
 `fully_shard` implements this for the wrapped module, with DTensors. The wrapper adds options
@@ -10,7 +10,7 @@ some ranks use (`_root.py`), the plain model's names and state dicts (`_transpar
 support for single processes.
 
 Glossary
-    wrap      a FullyShardedDataParallel, with the parameters outside its inner wraps
+    wrap      a FullyShardedDataParallel, with the parameters outside inner wraps
     root      the outermost wrap, which coordinates all wraps inside
     engine    torch's `fully_shard`, as `_engine.py` uses it
     place     the location of a parameter: a module and an attribute name
@@ -342,7 +342,7 @@ class FullyShardedDataParallel(Wrap):
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
-        """Provide full parameters on every rank inside the context.
+        """Provide full parameters inside the context.
 
         Call it on every rank, outside forward and backward. With `volatile`, changes are discarded;
         otherwise make equal changes on every rank.

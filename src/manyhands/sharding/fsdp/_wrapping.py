@@ -1,9 +1,9 @@
-"""Wrap modules of a model, with shared options for all wraps.
+"""Wrap modules of a model with shared options.
 
-`enable_wrap` sets the wrapper and its options, `wrap` wraps a module, and `auto_wrap` wraps the
-modules that a policy selects. A policy is a function that returns whether to visit the submodules
-of a module (`recurse=True`) or whether to wrap the module (`recurse=False`). `pick_modules` asks
-the policy top-down and then bottom-up, before the model changes.
+`enable_wrap` sets the wrapper and options, `wrap` wraps a module, and `auto_wrap` wraps the modules
+that a policy selects. A policy is a function that returns whether to visit the submodules of a
+module (`recurse=True`) or whether to wrap the module (`recurse=False`). `pick_modules` asks the
+policy top-down and then bottom-up, before the model changes.
 
 (`torch.distributed.fsdp.wrap` has no `auto_wrap` and no nested contexts, and separates tied
 parameters.)
@@ -105,7 +105,8 @@ class _Scope:
         return _Scope(wrapper_cls, partial(chosen, **bound), self.options), options
 
     def wrap(self, module: nn.Module, overrides: Options) -> nn.Module:
-        """Wrap a module. `overrides` win over its `wrapper_config`, which wins over the scope."""
+        """Wrap a module. `overrides` win over `module.wrapper_config`, which wins over the
+        scope."""
         own = {**getattr(module, "wrapper_config", {}), **overrides}
         wrapper_cls = own.pop("wrapper_cls", self.wrapper_cls)
         return wrapper_cls(module, **{**self.options, **own})

@@ -241,7 +241,6 @@ class ShardedDataParallel(ModuleWrapper):
 def _add_module_prefix(
     module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
 ) -> None:
-    """Add our prefix, for loading inside a larger module."""
     assert isinstance(module, ShardedDataParallel)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

@@ -1,4 +1,4 @@
-"""Move parameters to flat memory, and cut it into slices as `_layout.py` decides.
+"""Move parameters to flat memory, and cut slices as in `_layout.py`.
 
 Tensors
     buffer.data   a flat tensor; parameters are views of it
@@ -65,7 +65,7 @@ class SharedMemoryGather:
 
     bucket: FlatBucket
     rank: int
-    barrier: dist.Work  # until then, an owner may write its slice
+    barrier: dist.Work  # until then, an owner may write a slice
 
     def wait(self) -> None:
         self.barrier.wait()

@@ -63,7 +63,7 @@ class BucketLayout:
 
     ranges: tuple[ParamRange, ...]
     cuts: Sequence[int]
-    start: int = 0  # in its buffer
+    start: int = 0  # in the buffer
 
     @property
     def size(self) -> int:
@@ -77,7 +77,7 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Layout of a buffer; `starts` maps each parameter to its first element."""
+    """Layout of a buffer; `starts` has the first element of each parameter."""
 
     starts: dict[int, int]
     buckets: tuple[BucketLayout, ...]

@@ -1,4 +1,4 @@
-"""Shard an optimizer: each rank updates its slices, then all ranks gather the parameters.
+"""Shard an optimizer: each rank updates slices, then all ranks gather the parameters.
 
 A step, in order
     options     copy learning rates etc. from `param_groups`, which schedulers change

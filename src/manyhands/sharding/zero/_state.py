@@ -244,7 +244,7 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
 def move_state(
     entries: Mapping[str, object], after: Tensor, before: Tensor | None = None
 ) -> ParamState:
-    """Return a slice's state on the device of the moved slice, and in its dtype.
+    """Return a slice's state with the device and dtype of the moved slice.
 
     As in torch, entries with a different dtype than `before` are not converted. None converts all
     entries, for loaded state.
