@@ -24,7 +24,7 @@ import torch
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._records import read
 
-IDLE = 8.0  # seconds without computation in any process
+IDLE = 8.0  # seconds without computation in any process, after which a run hangs
 POLL = 0.01  # seconds between looks at the files of a run
 POLL_WORK = 0.3  # seconds between looks at the processor time of a run
 ADVICE = {

@@ -192,7 +192,7 @@ class Recorder:
                 continue
             self.in_modules.add(id(tensor))
             if self.feed is not None and short in self.feed.ranks.start:
-                # A single process has full DTensors.
+                # In a single process, the local tensor is the full tensor.
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
                 local.detach().copy_(self.feed.ranks.start[short])
             self.record.start[short] = copy_of(tensor)
@@ -282,7 +282,7 @@ class Recorder:
             self.unmoved = self.parameters()
 
     def is_script(self) -> bool:
-        """Return whether the script asks for an accelerator, and note this."""
+        """Return whether the script, not a library, asks for an accelerator, and note this."""
         frame = sys._getframe(3)  # the caller of the replaced function
         asks = frame.f_code.co_filename.startswith(str(self.folder))
         self.record.asked |= asks

@@ -45,7 +45,7 @@ class Search:
 
     def __init__(self, skipped: set[int]) -> None:
         self.skipped = skipped  # addresses of tensors
-        self.visited: dict[int, Any] = {}  # by id; no value is freed
+        self.visited: dict[int, Any] = {}  # by id; references prevent the reuse of ids
 
     def tensors(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, LEAF) or id(value) in self.visited or len(self.visited) > MOST:

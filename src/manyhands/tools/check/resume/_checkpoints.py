@@ -32,7 +32,7 @@ class CheckpointWatch:
         self.latest = ""  # the file or folder of the latest checkpoint
 
     def written(self, least: int) -> bool:
-        """Return whether a checkpoint of at least `least` bytes is new."""
+        """Return whether a checkpoint of at least `least` bytes is new since the previous call."""
         found = self._changed()
         if found:
             found = self._wait_until_complete()

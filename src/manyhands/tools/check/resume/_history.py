@@ -55,7 +55,7 @@ class HistoryRecorder:
         self.depth = 0  # nested calls of modules
         self.stepping = False
         self.began = 0.0  # time of the first step
-        self.begun = False  # a pass since the latest step
+        self.begun = False  # a forward or backward pass since the latest step
         self.now = RankStep()  # the next step
         self.samples = SeenBatch()  # of the latest outermost module
         self.parameters: Tensors = {}  # by name
