@@ -21,7 +21,7 @@ Facts = dict[str, object]
 
 
 class GroupLike(Protocol):
-    """A process group, or a stand-in for a group with a single rank."""
+    """A process group, or a stand-in for a single rank."""
 
     def rank(self) -> int: ...
 
@@ -46,7 +46,7 @@ def params_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 def facts_of_groups(
     groups: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None, first: int = 0
 ) -> Facts:
-    # `names` maps `id(param)` to a name. `first` is the number of the first group.
+    # `names` maps `id(param)` to a name.
     facts: Facts = {"numbers of parameter groups": len(groups)}
     describer = Describer()
     names = names or {}
@@ -83,8 +83,8 @@ def facts_of_options(
 ) -> Facts:
     """Return facts about the options in `declared`, the defaults of an optimizer.
 
-    Other entries of a parameter group (a rank, a name, a logger) belong to the user. Options in
-    `IMPLEMENTATION` and values without a comparison (functions, objects) are omitted.
+    Other entries of a parameter group, options in `IMPLEMENTATION`, and values without a comparison
+    (functions, objects) are omitted.
     """
     compared = set(declared) - IMPLEMENTATION
     facts: Facts = {}
@@ -113,7 +113,7 @@ def _comparable(value: object) -> object:
 
 def wait_for_all_ranks(workers: RankGroup, what: str, *, soon: bool = False) -> None:
     """Wait until every rank has called `what`, through the store."""
-    # In a collective, a rank that is elsewhere would answer with a different collective.
+    # A collective could match a different collective of another rank.
     if workers.size > 1:
         roll_call = workers.roll_call(what)
         if soon:
@@ -123,8 +123,7 @@ def wait_for_all_ranks(workers: RankGroup, what: str, *, soon: bool = False) -> 
 
 
 def check_same_frozen(workers: RankGroup, trained: Sequence[bool]) -> None:
-    """Wait until every rank trains the same parameters; warn early, and raise if some do not."""
-    # Freezing changes bucket sizes, and different sizes would hang. The checksum in the name
-    # separates ranks that train different parameters.
+    """Wait until every rank trains the same parameters; raise if some do not."""
+    # Freezing changes bucket sizes, and different sizes would hang.
     what = f"requires_grad_() of the same parameters ({zlib.crc32(bytes(trained)):08x})"
     wait_for_all_ranks(workers, what, soon=True)

@@ -20,7 +20,7 @@ from manyhands.sharding._agreement import ADVICE, facts_of_groups, facts_of_opti
 class DividedOptimizer(ShardedOptimizer):
     """Base class of optimizers that divide tensors among ranks.
 
-    `optim` steps the tensors that this rank owns, on a single rank the parameters.
+    `optim` steps this rank's tensors, or the parameters on a single rank.
     """
 
     optimizer_class: type[Optimizer]
@@ -40,7 +40,7 @@ class DividedOptimizer(ShardedOptimizer):
         return f"{name} of {self.optimizer_class.__name__} ({about}){groups}"
 
     def _make(self, groups: Sequence[ParamGroup]) -> Optimizer:
-        """Make an optimizer of these groups; raise on all ranks if that fails on any rank."""
+        """Make an optimizer; raise on all ranks if this fails on any rank."""
         make = partial(self.optimizer_class, groups, **self.optimizer_arguments)
         return run_on_all(self._workers, make)
 
@@ -77,18 +77,18 @@ class DividedOptimizer(ShardedOptimizer):
     def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
         """Step this rank's tensors, then give the new values to all ranks.
 
-        Call it on every rank. A `closure` is called once, beforehand, and its loss is returned. (On
+        Call it on every rank. A `closure` is called once, beforehand, and the loss is returned. (On
         a single rank `optim` calls it.)
         """
         self._begin_step()
-        # Schedulers change `self.param_groups`; `optim` has separate groups.
+        # Schedulers change `self.param_groups`.
         copy_options(self.param_groups, self.optim.param_groups)
         if self._workers.size == 1:
             result = self.optim.step(*([] if closure is None else [closure]), **kwargs)
         else:
             result = None
             if closure is not None:
-                # As in torch's optimizers: the caller may have disabled gradients.
+                # The caller may have disabled gradients.
                 with torch.enable_grad():
                     result = closure()
             self._step(**kwargs)

@@ -1,10 +1,8 @@
-"""Clip sharded gradients and scale losses: each rank stores a shard of the gradients.
+"""Clip sharded gradients and scale losses.
 
-Clipping: each rank computes the norms n_i of local slices. With p = `norm_type` the total norm is
+Each rank computes the norms n_i of local slices. With p = `norm_type` the total norm is
 
     (sum of n_i^p over the slices of all ranks)^(1 / p)        or max n_i, if p is infinite
-
-The ranks all_reduce one number each.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def clip(
     """Clip gradients, given this rank's slices; return the total norm."""
     norms = []
     for grad in slices:
-        # A rank's slice of a small parameter may be empty, without a maximum norm.
+        # An empty slice has no maximum norm.
         if grad is not None and grad.numel():
             norms.append(_norm_of_shard(grad, norm_type).to(device))
     values = torch.stack(norms) if norms else torch.zeros(1, device=device)
@@ -70,7 +68,7 @@ def _norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
 
 
 def _device_may_come_first(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that also accepts torch's argument order, with the device first."""
+    """Accept torch's argument order too, with the device first."""
 
     @functools.wraps(init)
     def with_device(self: object, *args: object, **options: object) -> None:
@@ -96,14 +94,14 @@ class ShardedGradScaler(GradScaler):
     >>> _ = scaler.step(optimizer)
     >>> scaler.update()
 
-    If gradients are sharded, only the rank that stores an overflow can detect it. This class
-    informs all ranks with an all_reduce of a single number per step.
+    Only the rank that stores an overflow can detect it. This class informs all ranks with an
+    all_reduce of a single number per step.
 
-    float16 gradients are unscaled as well; torch's class refuses these. Very small values
-    are lost in float16: parameters in float32 under autocast train better.
+    Unlike torch's class, this class unscales float16 gradients. Very small values are lost in
+    float16: parameters in float32 under autocast train better.
 
-    Arguments follow fairscale's order. The order of `torch.amp.GradScaler`, with the device first,
-    is also accepted: `ShardedGradScaler("cuda", 2.0**10)`.
+    Arguments are in fairscale's order, or in the order of `torch.amp.GradScaler`:
+    `ShardedGradScaler("cuda", 2.0**10)`.
 
     Args:
         init_scale: the initial loss scale.
@@ -145,9 +143,9 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale this rank's slices, and look for an overflow on any rank. torch calls this."""
+        """Unscale this rank's slices, and find an overflow on any rank."""
         sharded = find_layer(optimizer, ShardedOptimizer)
-        # Other ranks wait here for a rank without a backward pass.
+        # Other ranks wait for a rank without a backward pass.
         group = self.process_group
         if sharded is not None:
             sharded.join_in()
@@ -164,11 +162,10 @@ class ShardedGradScaler(GradScaler):
                         carrier.grad = part
                     held.append(carrier)
         stand_in: Any = SimpleNamespace(param_groups=[{"params": held}])
-        # True: allow float16 gradients, which torch refuses as a probable mistake.
+        # True: allow float16 gradients.
         found: dict[torch.device, Tensor] = super()._unscale_grads_(
             stand_in, inv_scale, found_inf, True
         )
-        # 1 if any gradient of this rank has overflowed.
         anywhere = torch.zeros_like(found_inf)
         for flag in found.values():
             anywhere = torch.maximum(anywhere, flag.to(anywhere.device))

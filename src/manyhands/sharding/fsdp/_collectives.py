@@ -3,12 +3,12 @@
 gloo's reduce_scatter moves twice the necessary bytes, and its collectives block. Here
 
     all_gather       a broadcast for each rank's slice, awaited when the parameters are needed
-    reduce_scatter   each slice is sent directly to its rank (`RankGroup.reduce_scatter_slices`),
+    reduce_scatter   each slice is sent directly to the owner (`RankGroup.reduce_scatter_slices`),
                      and awaited when the next wrap's gradients are ready or the pass is over
 
-The engine assumes that the mean is complete when the call returns. Usually the engine only makes
-views, so the mean may arrive later. If the engine has to convert the mean, or to add it to existing
-gradients, the call waits. NCCL uses the engine's collectives on their streams.
+The engine expects a complete mean when the call returns. Usually the engine only makes views, so
+the mean may arrive later. If the engine converts the mean, or adds it to existing gradients, the
+call waits. NCCL uses the engine's collectives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
 
 @contextmanager
 def _broken_explained() -> Iterator[None]:
-    """Add the likely reason to the error of a broken connection."""
     try:
         with explained():
             yield
@@ -59,7 +58,6 @@ class AllGather(_Allocator):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
     ) -> dist.Work:
-        """Gather a wrap's parameters, in place of the engine's all_gather."""
         size = input_tensor.numel()
         # A range needs a positive step, so a wrap with empty slices gets a list.
         cuts = range(0, size * (self._ranks.size + 1), size) if size else [0, 0]
@@ -67,8 +65,6 @@ class AllGather(_Allocator):
 
 
 class _Works(dist.Work):
-    """A list of works to await together."""
-
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
         self._works = works
@@ -81,7 +77,7 @@ class _Works(dist.Work):
 
 
 class ReduceQueue:
-    """The reduce_scatters in flight of a backward pass, over all wraps of a root.
+    """The reduce_scatters in flight in a backward pass, for all wraps of a root.
 
     `begin` is called before a pass sends gradients, `end` after all have arrived.
     """
@@ -93,16 +89,15 @@ class ReduceQueue:
         self.shards = ranks.shards
         self._begin = begin
         self._end = end
-        # For each: the message, the tensor for this rank's slice of the mean, the divisor.
         self._in_flight: deque[tuple[Pending, Tensor, float]] = deque()
-        # `early`: at the end of a pass, run before a scaling rule measures the mean.
+        # `early`: run before a scaling rule measures the mean.
         self._passes = BackwardPasses(self, early=True)
 
     def send(self, total: Tensor, grads: Tensor, divisor: float, *, wait: bool) -> None:
         """Start filling `total` with this rank's slice of the sum of `grads`, over `divisor`."""
-        # `total` has 1/N of the elements of `grads`. The memory of `grads` is freed afterwards.
+        # The memory of `grads` is freed afterwards.
         cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
-        # Half-precision gradients for a float32 mean are summed elsewhere, and copied.
+        # The float32 mean of half-precision gradients is copied from a temporary tensor.
         into = total if total.dtype == grads.dtype else None
         pending = self.shards.reduce_scatter_slices(grads, cuts, into)
         self._in_flight.append((pending, total, divisor))
@@ -124,7 +119,7 @@ class ReduceQueue:
             self._passes.enter(task)
 
     def forget(self) -> None:
-        """Discard a pass that raised an error, after waiting for its data."""
+        """Discard a pass that raised an error, after waiting for the data."""
         if self._passes.open and current_task() == -1:
             self._passes.forget()
             self._complete_all()
@@ -138,11 +133,10 @@ class ReduceQueue:
 
     def _complete_all(self) -> None:
         while self._in_flight:
-            # The engine still references the tensor, so free its memory.
+            # The engine still references the tensor.
             self._complete_first().resize_(0)
 
     def _complete_first(self) -> torch.UntypedStorage:
-        """Wait for the first mean in flight; return the memory of the gradients sent."""
         pending, total, divisor = self._in_flight.popleft()
         with _broken_explained():
             mean = pending.mean(divisor, total.dtype)
@@ -154,13 +148,13 @@ class ReduceQueue:
 class ReduceScatter(_Allocator):
     def __init__(self, queue: ReduceQueue, wrap: Any) -> None:
         self._queue = queue
-        self._wrap = wrap  # an Engine
-        self._to_send = 0  # elements of the last send buffer, until its slice is allocated
+        self._wrap = wrap
+        self._to_send = 0  # elements of a send buffer that has no slice
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a send buffer and its slice, in this order of calls."""
         (elements,) = size
-        # Only the send buffer is reused: the slice becomes the gradient.
+        # The engine allocates the send buffer, then its slice. Only the buffer is reused: the slice
+        # becomes the gradient.
         if elements * self._queue.shards.size == self._to_send or not self._wrap.on_gloo:
             self._to_send = 0
             return super().allocate(size, dtype=dtype, device=device)
@@ -175,7 +169,6 @@ class ReduceScatter(_Allocator):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Average a wrap's gradients, in place of the engine's reduce_scatter."""
         self._queue.enter()
         ranks = self._queue.ranks
         shards = self._queue.shards
@@ -207,7 +200,6 @@ class ReduceScatter(_Allocator):
             return True  # the engine sums over the copies of a mesh
         for param in self._wrap.params:
             hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-            # The engine converts the mean, or adds it to a gradient.
             if param.dtype != total.dtype or param.grad is not None or hooks:
                 return True
         return False

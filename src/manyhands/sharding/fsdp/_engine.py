@@ -1,13 +1,12 @@
 """Shard the parameters of a wrap with torch's `fully_shard`; no other file calls it.
 
-The engine has few public switches, so some methods here use its private state, and note the
-versions of torch concerned.
+Some methods use the engine's private state, because it has few public switches, and note the
+versions of torch.
 
-The engine adds autograd nodes to input tensors and hooks to output tensors, and searches and
-rebuilds some containers for this. It fails on a `defaultdict`, ignores a `UserDict`, and drops
-non-field attributes from a `ModelOutput` of transformers. Therefore the engine only gets lists of
-tensors, and our hooks rebuild the containers. Our hooks also cast the inputs, because before torch
-2.12 the engine omits casts in a recomputation:
+The engine searches and rebuilds some containers of input and output tensors. It fails on a
+`defaultdict`, ignores a `UserDict`, and drops non-field attributes of a `ModelOutput` of
+transformers. Therefore the engine only gets lists of tensors, and our hooks rebuild the containers.
+Our hooks also cast the inputs, because before torch 2.12 the engine omits casts in a recomputation:
 
     call ── _flatten_inputs ── the engine's hook ── _nest_inputs ── the module's hooks and forward
          ── _flatten_output ── the engine's hook ── _nest_output ── result
@@ -51,12 +50,12 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def eager(fn: F) -> F:
-    """Exclude a function from torch.compile, such as a function with collectives."""
+    """Exclude a function from torch.compile."""
     uncompiled: Any = torch._compile._disable_dynamo(fn)
     return uncompiled
 
 
-# A mesh for each group and device type. Weak, so that a group is freed with its last user.
+# A mesh for each group and device type.
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = (
     weakref.WeakKeyDictionary()
 )
@@ -66,7 +65,7 @@ class Engine:
     """Shards the parameters at the given places of a module, in place.
 
     Attributes:
-        params: the sharded parameters, DTensors with this rank's slice, in the order of `places`.
+        params: the sharded parameters (DTensors), in the order of `places`.
         divide: divisors of gradients before and after the sum.
         on_gloo: whether our collectives replace the engine's.
     """
@@ -97,11 +96,10 @@ class Engine:
         distinct: dict[Tensor, Place] = {}
         for place in places.values():
             distinct[_param_at(place)] = place
-        # Order matters: fully_shard prepends its pre-hook and appends its forward hook, which
-        # puts the engine's hooks between ours.
+        # fully_shard prepends a pre-hook and appends a forward hook, which our hooks must enclose.
         module.register_forward_pre_hook(eager(_nest_inputs), prepend=True, with_kwargs=True)
         module.register_forward_hook(eager(_flatten_output))
-        # Copies to a GPU overlap with computation only from pinned memory, which needs a GPU.
+        # Pinned memory, which needs a GPU, lets copies overlap with computation.
         pinned = offload and torch.accelerator.is_available()
         self.module: Any = fully_shard(
             module,
@@ -118,14 +116,14 @@ class Engine:
         self.overlap = overlap
         self.ignored = ignored
         if not overlap:
-            # Naming this wrap, which is already gathered, disables prefetching in backward.
+            # Naming this wrap disables prefetching in backward.
             self.module.set_modules_to_backward_prefetch([self.module])
         self.ranks = ranks
         self.places = list(distinct.values())
         self.on_gloo = ranks.on_gloo(device)
         self.divide: Sequence[float] = (1.0, float(ranks.size))
-        # Ranks may use different parameters. Without this call (missing in some torch versions)
-        # the sizes of reduce_scatters would differ.
+        # If ranks use different parameters, sizes of reduce_scatters would differ without this
+        # call, which some torch versions lack.
         if hasattr(self.module, "set_reduce_scatter_unused_params"):
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
         self.find_params()
@@ -136,7 +134,7 @@ class Engine:
         _engines.add(self)
 
     def sharded_by_full(self) -> dict[int, nn.Parameter]:
-        """Return each sharded parameter, by the id of the module's current parameter."""
+        """Return sharded parameters, by the id of the module's current parameter."""
         pairs = zip(self.places, self.params, strict=True)
         return {id(_param_at(place)): sharded for place, sharded in pairs}
 
@@ -145,8 +143,8 @@ class Engine:
     ) -> None:
         """Send gradients through `queue`, and report forwards to the root.
 
-        After gathering, `watch` gets the places in each forward with gradients, and `run` is called
-        in each forward outside a backward.
+        After gathering, a forward with gradients calls `watch` with the places, and a forward
+        outside a backward calls `run`.
         """
         if self.on_gloo:
             self.module.set_custom_all_gather(AllGather(self.ranks.shards))
@@ -156,7 +154,6 @@ class Engine:
 
         @eager
         def gathered(_: nn.Module, __: object) -> None:
-            """Inform the root that the wrap's parameters are gathered."""
             if torch.is_grad_enabled():
                 watch(places)
             if current_task() == -1:
@@ -173,7 +170,7 @@ class Engine:
                 each._unsharded_param.grad = None
 
     def check_all_reduced(self) -> None:
-        """Raise a RuntimeError if an averaging backward pass left an unreduced gradient."""
+        """Raise a RuntimeError if an averaged pass left an unreduced gradient."""
         if not all(group.reduce_grads for group in _param_groups_of(self.module)):
             return  # in no_sync()
         for each in self.unaveraged():
@@ -184,7 +181,7 @@ class Engine:
             )
 
     def unaveraged(self) -> Iterator[Any]:
-        """Yield the engine's record of each parameter with a full gradient on this rank."""
+        """Yield the engine's record of each parameter with an unreduced gradient."""
         for each in self._engine_params():
             full = getattr(each, "_unsharded_param", None)
             left = getattr(each, "unsharded_accumulated_grad", None) is not None
@@ -197,22 +194,21 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """The engine's name for the current state of this wrap."""
         groups = _param_groups_of(self.module) or [self.module._get_fsdp_state()]
         return str(groups[0]._training_state.name)
 
     @property
     def in_backward(self) -> bool:
-        """Whether the engine expects a backward pass to end. Call it on a root."""
+        """Whether the engine expects a backward pass to end. Only for a root."""
         return bool(self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
 
     def recover(self) -> None:
-        """Reset the engine after an error in a forward or backward. Call it on a root."""
+        """Reset the engine after an error. Only for a root."""
         # After a failed backward, call `clear_unaveraged` on all wraps first.
         if hasattr(self.module, "reset_iter_state"):  # torch 2.13 and later
             self.module.reset_iter_state()
         elif self.in_backward:
-            # Ends the pass without communication, because no gradients are left.
+            # Without gradients, this ends the pass without communication.
             self.module._get_fsdp_state()._root_post_backward_final_callback()
 
 
@@ -236,11 +232,11 @@ def _check_first_order(_: Tensor) -> None:
 def _begin_another_run(module: Any, _: object) -> None:
     """Prepare a wrap that runs again in a backward to be gathered and reduced again.
 
-    A forward inside a backward recomputes a checkpoint. The engine adds no hooks then, assuming
-    that it is in the middle of the wrap's backward, whose hooks will reduce the gradients. But a
-    reentrant checkpoint recomputes each run of a wrap before that run's backward. At the second run
-    the engine is still in the state after the first backward, "reduced already", and would leave
-    the second run's gradients unreduced until the next step.
+    A forward inside a backward recomputes a checkpoint. The engine then adds no hooks, because it
+    expects the hooks of the wrap's current backward to reduce the gradients. But a reentrant
+    checkpoint recomputes each run of a wrap before that run's backward. At the second run the
+    engine has the state "reduced already", and would leave the gradients unreduced until the next
+    step.
     """
     if current_task() == -1:
         return
@@ -251,7 +247,6 @@ def _begin_another_run(module: Any, _: object) -> None:
 
 
 def _param_groups_of(module: Any) -> list[Any]:
-    """Return the engine's parameter groups of a wrap."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.13
@@ -260,7 +255,7 @@ def _param_groups_of(module: Any) -> list[Any]:
 
 
 def _param_at(place: Place) -> nn.Parameter:
-    """Return the module's current parameter there: sharded, or full during a pass."""
+    """Return the current parameter: sharded, or full during a pass."""
     module, name = place
     param = module._parameters[name]
     assert param is not None
@@ -268,7 +263,6 @@ def _param_at(place: Place) -> nn.Parameter:
 
 
 def _find_mesh(ranks: RankGroup, device: torch.device) -> DeviceMesh:
-    """Return the ranks as a DeviceMesh, cached by group and device type."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if ranks.mesh is not None:
@@ -285,9 +279,9 @@ def _find_mesh(ranks: RankGroup, device: torch.device) -> DeviceMesh:
 
 
 class _Nest:
-    """A nested structure and its tensors, to rebuild with different tensors.
+    """A nested structure, to rebuild with different tensors.
 
-    Not a container, so that the engine does not search it.
+    The engine does not search this class.
     """
 
     def __init__(self, tree: object, tensors: Sequence[Tensor]) -> None:
@@ -327,15 +321,15 @@ def _flatten_output(
                 f"the forward of a wrapped {type(module).__name__} returned None, which hides the "
                 "backward. Return the output or the loss, or call it under torch.no_grad()."
             )
-        return None  # a hook that returns None leaves the output, so it could not be restored
+        return None  # a hook cannot replace the output by None
     if grad:
         tensors = tensors_in(output, partial(_check_leaf, module))
     else:
         tensors = tensors_in(output)
     own = []
     for tensor in tensors:
-        # The engine gathers parameters for backward in a hook on the output, which an in-place
-        # operation on a view would remove. So a view becomes a separate tensor.
+        # An in-place operation on a view would remove the engine's hook on the output, which
+        # gathers parameters for backward. So a view becomes a separate tensor.
         if tensor.requires_grad and tensor._is_view():
             tensor = _NotAView.apply(tensor)
         own.append(tensor)
@@ -361,8 +355,7 @@ class _NotAView(torch.autograd.Function):
 
 
 def _check_leaf(module: nn.Module, leaf: object) -> None:
-    """Raise a TypeError if a non-tensor leaf of an output contains a tensor with a gradient."""
-    # The engine would miss the backward through a hidden tensor.
+    """Raise a TypeError if an object in an output contains a tensor that requires a gradient."""
     inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
     for name, value in inside.items():
         if isinstance(value, Tensor) and value.requires_grad:
@@ -376,8 +369,8 @@ def _check_leaf(module: nn.Module, leaf: object) -> None:
 
 # -- optimizers, at their first step --------------------------------------------------------------
 
-# A global pre-hook checks each optimizer before its first step. Unknown optimizer classes run a
-# small example, sharded and unsharded, with equal results.
+# A global pre-hook checks each optimizer before the first step. An unknown class must give equal
+# results in a small example, sharded and unsharded.
 
 SHARDED = "_manyhands_sharded"
 
@@ -388,8 +381,8 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
-    """Mark sharded and replaced parameters, and check optimizers from now on."""
-    # An optimizer's only link to the model are the tensors.
+    """Mark sharded and replaced parameters, and check all optimizers."""
+    # Tensors are the only link from an optimizer to the model.
     for param in before:
         setattr(param, REPLACED, True)
     for param in after:
@@ -422,8 +415,8 @@ def guard_state(optimizer: Optimizer) -> None:
 class _StateDictCalls:
     """Warns if only some ranks call `state_dict()` of an optimizer with sharded state.
 
-    The store counts all calls. A rank reads the count two steps after its call: by then all ranks
-    have passed a backward, and so the point of the call.
+    The store counts all calls. A rank reads the count two steps after a call: by then a backward
+    has synchronized all ranks.
     """
 
     _made: ClassVar[Counter[int]] = Counter()
@@ -443,7 +436,7 @@ class _StateDictCalls:
         self._steps_left = 2
 
     def compare(self) -> None:
-        """Before a step: warn if this rank called `state_dict()` and other ranks did not."""
+        """Before a step, warn if other ranks did not call `state_dict()`."""
         self._steps_left -= 1
         if self._steps_left != 0:
             return
@@ -457,7 +450,7 @@ class _StateDictCalls:
 
 
 def _check_at_step(optimizer: Optimizer, *_: object) -> None:
-    """Before a step: raise if the optimizer has replaced parameters, or cannot train shards."""
+    """Before a step, raise if the optimizer has replaced parameters or cannot train shards."""
     if optimizer in _state_calls:
         _state_calls[optimizer].compare()
     params = params_in(optimizer.param_groups)
@@ -500,7 +493,7 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _warn_of_new_layers(params: Sequence[Tensor], sharded: Sequence[Tensor]) -> None:
-    """Warn of a parameter added to a wrapped module later: its gradient is not averaged."""
+    """Warn of unaveraged parameters that were added to a wrapped module later."""
     plain = set(params) - set(sharded)
     if not plain:
         return

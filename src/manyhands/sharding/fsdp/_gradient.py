@@ -1,13 +1,13 @@
 """Convert `param.grad` of a sharded backward into a DTensor that works with torch's clipping.
 
 `torch.nn.utils.clip_grad_norm_` stacks the norms of all gradients and takes the norm of the stack.
-With plain DTensors the result is right, but each parameter costs an all_reduce, and the result is a
-DTensor, which cannot be formatted as a number. Here, the norm of a gradient is a `LocalNorm`
-(`_ranks/sharded_gradient.py`): a single small all_reduce in total, and a plain tensor.
+With plain DTensors, each parameter costs an all_reduce, and the result cannot be formatted as a
+number. Here, the norm of a gradient is a `LocalNorm` (`_ranks/sharded_gradient.py`): a single small
+all_reduce in total, with a plain tensor as the result.
 
-All other functions treat the gradient as a DTensor. A reduction of a plain DTensor, such as
-`grad.sum()` or `grad.isnan().any()`, returns a DTensor with a partial result on each rank, and
-`item()` and `bool()` ignore the other ranks' parts. This class combines the parts immediately.
+A reduction of a plain DTensor, such as `grad.sum()`, returns a partial result on each rank, and
+`item()` and `bool()` ignore the other ranks' parts. This class combines the parts immediately. All
+other functions treat the gradient as a DTensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class DTensorGradient(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Compute norms and clip on this rank's slice; leave other functions to DTensor."""
         kwargs = kwargs or {}
         # With further arguments (dim, dtype), DTensor computes.
         if func in NORMS and len(args) <= 2 and not kwargs and _is_number(*args[1:], 2.0):
@@ -66,7 +65,7 @@ class DTensorGradient(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """The gradient without its history. Assigning replaces this rank's slice."""
+        """The gradient without history. Assigning replaces this rank's slice."""
         return self.detach()
 
     @data.setter
@@ -86,14 +85,13 @@ class DTensorGradient(DTensor):
 
 
 def use_our_class(param: Tensor) -> None:
-    """Convert the engine's DTensor in `param.grad` to a DTensorGradient."""
-    # Changing the class preserves the object, its memory and its hooks.
+    # Changing the class preserves the object and its hooks.
     if type(param.grad) is DTensor:
         param.grad.__class__ = DTensorGradient
 
 
 def _plain(grad: DTensorGradient) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():  # else the result has our class
+    with torch._C.DisableTorchFunctionSubclass():
         return grad.detach()
 
 
@@ -102,17 +100,14 @@ def _layout(grad: DTensor) -> object:
 
 
 def _put_together(call: str, result: DTensor) -> Tensor:
-    """Return a tensor from the parts on all ranks. Call it on every rank."""
     mesh = result.device_mesh
     group = mesh.get_group(mesh.ndim - 1)
-    # Raises an error if a rank is missing.
     roll = RollCall(group.get_group_store(), group.rank(), group.size())
     roll.wait(f"{call}() of a sharded gradient")
     return result.full_tensor()
 
 
 def _is_empty_somewhere(grad: object) -> bool:
-    """Return whether any rank has no elements of a gradient."""
     place = grad.placements[-1] if isinstance(grad, DTensor) else None
     if not isinstance(grad, DTensor) or not isinstance(place, Shard):
         return False

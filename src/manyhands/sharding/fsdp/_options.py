@@ -44,7 +44,7 @@ def find_ranks(process_group: GroupLike | DeviceMesh | None) -> RankGroup:
 
     if isinstance(process_group, DeviceMesh):
         return RankGroup.of_mesh(process_group)
-    # A stand-in with only `rank()` and `size()` may represent a single rank.
+    # A stand-in may represent a single rank.
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return RankGroup.of(process_group)
     if process_group.size() != 1:
@@ -67,11 +67,11 @@ def find_group(process_group: GroupLike | DeviceMesh | None) -> GroupLike | Devi
 def find_device(
     module: nn.Module, ranks: RankGroup, compute_device: torch.device | str | None
 ) -> torch.device:
-    """Return the device to compute on: as given, the parameters', or the group's accelerator."""
+    """Return `compute_device`, or the parameters' device, or the group's accelerator."""
     if compute_device is not None:
         return torch.device(compute_device)
     for tensor in (*module.parameters(), *module.buffers()):
-        # A tensor on an accelerator decides, even beside tensors on the CPU or on meta.
+        # An accelerator wins over the CPU and meta.
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device
     if ranks.size > 1 and torch.accelerator.is_available():

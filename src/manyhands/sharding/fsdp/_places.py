@@ -1,13 +1,12 @@
 """Find and check the parameters of a wrap, by place.
 
 A place is a (module, name) pair. Hooks and state dicts store places, not parameters, because the
-engine swaps a module's parameter between the sharded and the full form.
+engine replaces sharded parameters by full parameters, and back.
 
-A single rank has no engine, and implements mixed precision with casts around each forward. Every
-module of a wrap gets hooks. The module that runs first hides all parameters inside behind casts,
-and removes the casts afterwards. Autograd returns gradients to the parameters in the original type.
-Because every module has hooks, a checkpointed module recomputed long after the wrap's forward uses
-casts as well.
+On a single rank, without an engine, casts around each forward implement mixed precision. The module
+that runs first hides all parameters inside behind casts, and removes the casts afterwards. Autograd
+returns gradients in the original type. Every module of a wrap has hooks, so that a recomputed
+checkpoint uses casts as well.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ def _modules_outside(
 
 
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return all children by all names; named_children() omits second names of a child."""
+    """Return all children; named_children() omits second names of a child."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def named_params(places: Places) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the current parameters at these places, by the plain model's names."""
+    """Yield the current parameters, by the plain model's names."""
     for name, (module, attribute) in places.items():
         param = module._parameters[attribute]
         if param is not None:
@@ -71,7 +70,7 @@ def distinct_params(places: Places) -> list[nn.Parameter]:
 def cast_buffers(
     module: nn.Module, wrapper: type[nn.Module], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Cast floating-point buffers outside inner wraps; return their former types by name."""
+    """Cast floating-point buffers outside inner wraps; return the former types."""
     former: dict[str, torch.dtype] = {}
     if dtype is None:
         return former
@@ -92,12 +91,11 @@ def make_contiguous(places: Places) -> None:
 
 def copy_from_rank_0(modules: Iterable[nn.Module], ranks: RankGroup, device: torch.device) -> None:
     """Copy rank 0's parameters and buffers of these modules, except sharded ones."""
-    tensors: dict[int, Tensor] = {}  # by id, to send a tied parameter only once
+    tensors: dict[int, Tensor] = {}
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 tensors[id(tensor)] = tensor
-    # Tensors on meta have no values yet.
     if any(tensor.is_meta for tensor in tensors.values()):
         return
     # On the device, because some groups (NCCL) cannot send CPU tensors.
@@ -118,7 +116,6 @@ def copy_from_rank_0(modules: Iterable[nn.Module], ranks: RankGroup, device: tor
 def check_module(
     module: nn.Module, wrapper: type[nn.Module], wrapped: Container[nn.Module] = ()
 ) -> None:
-    """Raise a TypeError if a module is already in a wrap. `wrapped` are modules in wraps."""
     check_not_averaged_inside(module)
     if isinstance(module, wrapper) or module in wrapped:
         raise TypeError(
@@ -161,11 +158,11 @@ def check_parameters(places: Places, ranks: RankGroup, device: torch.device) -> 
 
 
 def check_inner_groups(ranks: RankGroup, inside: Sequence[RankGroup]) -> None:
-    """Raise a ValueError if an inner wrap with several ranks has different ranks."""
+    """Raise a ValueError unless inner wraps have the same ranks or a single rank."""
     for inner in inside:
         if inner.size == 1:
             continue
-        # A single-rank group, or a stand-in, has no rank numbers to compare.
+        # A stand-in has no rank numbers to compare.
         if ranks.size == 1 or (inner.ranks, inner.mesh) != (ranks.ranks, ranks.mesh):
             raise ValueError(
                 "an inner wrap has different ranks than the outer wrap. Pass all wraps of a model "
@@ -195,7 +192,7 @@ def check_same_model(
         facts[f"parameters in wrap {number}"] = described
         values = {}
         for name, value in options.items():
-            # Each rank may have a different GPU, so only the device type is compared.
+            # Each rank may have a different GPU.
             values[name] = value.type if isinstance(value, torch.device) else str(value)
         facts[f"options in wrap {number}"] = values
     advice = "Build the same model with the same options on every rank."
@@ -206,9 +203,9 @@ def check_same_model(
 
 
 def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) -> None:
-    """Let `module` compute with casts of its inputs and of the parameters at these places."""
+    """Cast the inputs of `module` and the parameters at these places in each forward."""
     module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
-    shown: set[Place] = set()  # places with a parameter that is now hidden by a cast
+    shown: set[Place] = set()  # places with a cast at present
     for each in module.modules():
         within = set(each.modules())
         inside = [place for place in places if place[0] in within]
@@ -224,17 +221,17 @@ def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: object, kwargs: object)
 
 
 class _Casts:
-    """Casts that hide the parameters inside a module during its forward."""
+    """Casts that hide the parameters in a module during forward."""
 
     def __init__(self, places: Sequence[Place], shown: set[Place], dtype: torch.dtype) -> None:
         self._places = places
         self._shown = shown
         self._dtype = dtype
-        self._own: list[Place] = []  # places of this module's casts, to remove
+        self._own: list[Place] = []
 
     def show(self, *_: object) -> None:
-        """As a forward starts, cast parameters that no outer module has cast."""
-        casts: dict[nn.Parameter, Tensor] = {}  # casts a tied parameter only once
+        """Cast parameters that no outer module has cast."""
+        casts: dict[nn.Parameter, Tensor] = {}
         for place in self._places:
             module, name = place
             param = module._parameters.get(name)

@@ -1,22 +1,20 @@
-"""Coordinate the wraps of a root, around its forward and in its backward.
+"""Coordinate the wraps of a root in forward and backward.
 
-**Prefetching.** `PrefetchOrder` works on wrap numbers, and expects the order of the last forward.
-torch's engine gets this order, and starts gathering a wrap as soon as the previous wrap has its
-parameters. (In a backward the engine does so without help.) A wrap that runs repeatedly in a
-forward has no defined successor.
+**Prefetching.** `PrefetchOrder` gives torch's engine the order of the last forward. The engine
+starts gathering a wrap as soon as the previous wrap has its parameters. (In a backward the engine
+does so by default.) A wrap that runs repeatedly in a forward has no successor.
 
-If a forward deviates from the last order, a wrap may be gathered and not run. Its parameters must
-be freed after the forward, because the next optimizer step makes them stale.
+If a forward deviates from this order, a wrap may be gathered and not run. Its parameters are freed
+after the forward, because the next optimizer step makes them stale.
 
-**Used parameters.** If ranks use different parameters, torch's engine can average zeros for a
-parameter that a rank did not use. But it also averages zeros for parameters that no rank used, and
-an optimizer with momentum or weight decay would change these, unlike on a single rank. Therefore
-`UsedParameters` records which full parameters get a gradient. After each averaged pass a small
-all_reduce finds the parameters that any rank used, and the gradients of unused parameters are
-removed.
+**Used parameters.** torch's engine averages zeros for a parameter that a rank did not use, even if
+no rank used the parameter. An optimizer with momentum or weight decay would then change the
+parameter, unlike on a single rank. Therefore `UsedParameters` records which parameters get a
+gradient. After each averaged pass, a small all_reduce finds the parameters that no rank used, and
+their gradients are removed.
 
-The all_reduce also carries a checksum of the order of wraps. If ranks ran different wraps,
-gradients of different wraps were averaged with each other, and every rank raises an error.
+The all_reduce also carries a checksum of the order of wraps. If ranks ran different wraps, the
+means are wrong, and every rank raises an error.
 """
 
 from __future__ import annotations
@@ -45,9 +43,8 @@ from manyhands.sharding.fsdp._transparent import Wrap, wraps_in
 class Attendance:
     """Lets a forward without gradients start when all ranks are in such a forward.
 
-    Otherwise, if a rank evaluates alone, its collectives meet collectives of different sizes, and
-    gloo ends the process. Ranks wait for each other through the store, and after a long wait look
-    there for ranks that continue training.
+    If a rank evaluates alone, collectives of different sizes meet, and gloo ends the process.
+    Therefore ranks wait through the store, and after a long wait look there for ranks that train.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
@@ -57,7 +54,6 @@ class Attendance:
         self._shown = range(0, ranks.size, -(-ranks.size // 64))  # up to 64 ranks that report
 
     def forward(self) -> None:
-        """Take part in the next forward of the root."""
         if not torch.is_grad_enabled():
             self._roll_call.wait("a forward without gradients", self._find_training)
             return
@@ -66,7 +62,7 @@ class Attendance:
             self._roll_call.box.put(f"/trained/{self._ranks.rank}", str(self._trained))
 
     def _find_training(self) -> str:
-        """Return an error message if other ranks train while this rank evaluates, else ""."""
+        """Return an error message if other ranks train, else ""."""
         ahead = []
         for rank in self._shown:
             if int(self._roll_call.box.read(f"/trained/{rank}") or 0) > self._trained:
@@ -93,7 +89,6 @@ class PrefetchOrder:
         return bool(self._ran)
 
     def run(self, wrap: int) -> None:
-        """Note that this wrap is gathered, and that its successor is being gathered."""
         self._ran.append(wrap)
 
     def end(self) -> bool:
@@ -106,7 +101,7 @@ class PrefetchOrder:
         last = {wrap: position for position, wrap in enumerate(self._ran)}
         self.not_run = []
         for wrap, successor in self.next.items():
-            # The successor was gathered when `wrap` ran, so only a later run has used it.
+            # The successor is gathered when `wrap` runs, so only a later run uses it.
             if wrap in last and last.get(successor, -1) < last[wrap]:
                 self.not_run.append(successor)
         changed = successors != self.next
@@ -123,19 +118,17 @@ class UsedParameters:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._ranks = engines[0].ranks
-        # Weak references avoid a cycle through the engines' hooks, so that reference counting can
-        # free a model.
+        # Weak references avoid a cycle through the engines' hooks.
         self._engines = [weakref.proxy(engine) for engine in engines]
         self._used_here: set[int] = set()
         self._order = 0  # a checksum of the wraps that ran, in order
-        self._had_gradient: list[bool] = []  # before the pass, from earlier passes
-        # Parameter, node and hook handle. The reference keeps the node alive.
+        self._had_gradient: list[bool] = []  # before the pass
+        # The reference keeps the node alive.
         self._watched: dict[int, tuple[Tensor, Node, RemovableHandle]] = {}
 
     def watch(self, first: int, places: Sequence[Place]) -> None:
         """Note the gradients of the full parameters at these places, numbered from `first`."""
-        # In a forward, after gathering. The engine reuses a full parameter's tensor object, so
-        # each gets a hook only once.
+        # The engine reuses a full parameter's tensor object, so each gets a hook only once.
         self._order = zlib.crc32(first.to_bytes(4, "little"), self._order)
         reference = weakref.ref(self)
         for number, (module, name) in enumerate(places, first):
@@ -154,12 +147,11 @@ class UsedParameters:
         return [param for engine in self._engines for param in engine.params]
 
     def begin(self) -> None:
-        """Prepare for the first averaged gradients of a pass."""
         self._had_gradient = [param.grad is not None for param in self._params()]
 
     def end(self) -> None:
         """After all means have arrived, remove the gradients of parameters that no rank used."""
-        # Imports torch's DTensor, which `import manyhands` must not do.
+        # Imports DTensor, which `import manyhands` must not do.
         from manyhands.sharding.fsdp._gradient import use_our_class
 
         params = self._params()
@@ -168,8 +160,8 @@ class UsedParameters:
         if len(self._used_here) < len(params):
             flags.zero_()
             flags[list(self._used_here)] = 1
-        # After the flags, the checksum's bytes b and 255 - b. The all_reduce yields max b and
-        # 255 - min b, which match only if b is equal on all ranks.
+        # For each byte b of the checksum, the all_reduce yields max b and 255 - min b, which match
+        # only if b is equal on all ranks.
         order = torch.frombuffer(bytearray(self._order.to_bytes(4, "little")), dtype=torch.uint8)
         flags = torch.cat([flags, order, 255 - order]).to(params[0].device)
         with explained(self._ranks):
@@ -199,9 +191,7 @@ class UsedParameters:
 def _note_used(
     owner: weakref.ref[UsedParameters], number: int, grads: Sequence[Tensor | None]
 ) -> None:
-    """Note that a parameter got a gradient. A hook on its graph node calls this."""
     used = owner()
-    # Autograd passes None for a parameter without a gradient.
     if used is not None and grads[0] is not None:
         used._used_here.add(number)
 
@@ -209,7 +199,7 @@ def _note_used(
 class RootState:
     def __init__(self, engines: Sequence[Engine]) -> None:
         ranks = engines[0].ranks
-        self._engines = list(engines)  # the root's first
+        self._engines = list(engines)
         self.used = UsedParameters(engines)
         self.reduce_queue = ReduceQueue(ranks, self.used.begin, self.used.end)
         self._attendance = Attendance(ranks)
@@ -227,7 +217,6 @@ class RootState:
 
     @eager
     def start_forward(self) -> None:
-        """Prepare for a forward of the root outside a backward."""
         self._attendance.forward()
         self.reduce_queue.forget()
         # After an error in a backward, the engine still expects the end of the backward.
@@ -236,12 +225,11 @@ class RootState:
             for engine in self._engines:
                 engine.clear_unaveraged()
             self.recover()
-        # Parameters waiting for a backward that never ran may be stale.
+        # Parameters may be stale if a backward never ran.
         self.reshard()
 
     @eager
     def end_forward(self) -> None:
-        """Let the next forward prefetch in the order of this forward."""
         changed = self._order.end()
         if not (changed and self._prefetches):
             return
@@ -251,7 +239,7 @@ class RootState:
                 modules.append(self._engines[self._order.next[number]].module)
             engine.module.set_modules_to_forward_prefetch(modules)
         for number in self._order.not_run:
-            # A collective must be awaited before its buffer can be freed.
+            # A collective must end before a buffer is freed.
             self._engines[number].module.unshard()
             self._engines[number].module.reshard()
 
@@ -262,7 +250,6 @@ class RootState:
 
     @eager
     def recover(self) -> None:
-        """Reset after an error in a forward or backward."""
         module = self._engines[0].module
         # torch 2.13 awaits and frees in reset_iter_state.
         if self._order.in_forward and not hasattr(module, "reset_iter_state"):
@@ -272,7 +259,7 @@ class RootState:
 
 
 def become_root(wrap: Wrap) -> RootState | None:
-    """Make a wrap the root of all wraps inside. The first wrap that runs is the root."""
+    """Make the first wrap that runs the root of all wraps inside; return their state."""
     # torch.compile must not trace this. A single rank skips `eager`, which would import dynamo.
     if wrap._engine is None:
         return _mark_root(wrap)
@@ -280,12 +267,11 @@ def become_root(wrap: Wrap) -> RootState | None:
 
 
 def _mark_root(wrap: Wrap) -> RootState | None:
-    """Make a wrap the root of the wraps inside, and return their common state."""
     inside = wraps_in(wrap, Wrap)
     # Inner single-rank wraps do not communicate.
     members = [each for each in inside if each.world_size > 1 or each is wrap]
     check_inner_groups(wrap._ranks, [each._ranks for each in members])
-    # The engine fixes its root in the first forward, and cannot change it.
+    # The engine cannot change the root after the first forward.
     if wrap.world_size > 1 and any(each._is_root for each in members):
         raise RuntimeError("an inner wrap has already run alone. Run the outermost wrap first.")
     if wrap._engine is not None:

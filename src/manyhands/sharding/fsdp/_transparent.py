@@ -1,7 +1,7 @@
 """Make a wrap look like the wrapped module: attributes, parameter names, state dict.
 
-Names are the plain model's, and a state dict contains full tensors. torch calls these hooks for
-every wrap and its module, inner wraps first, so each hook converts only the entries of its wrap:
+Names are the plain model's. State dicts contain full tensors. torch calls these hooks for every
+wrap and module, inner wraps first. Each hook converts only a single wrap's entries:
 
     _begin_state   before the module's state_dict(): free full parameters, wait for all ranks
     _show_full     after the module's state_dict(): full tensors (or slices, if requested)
@@ -12,8 +12,8 @@ every wrap and its module, inner wraps first, so each hook converts only the ent
 
 Hooks on the module support methods that call `self.state_dict()`, such as `save_pretrained`.
 
-A sharded tensor (a parameter, gradient or optimizer state) is a DTensor with the full shape and
-this rank's slice. Unsharded tensors pass through unchanged.
+Sharded parameters, gradients and optimizer state are DTensors with the full shape and this rank's
+slice.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ WrapReference: TypeAlias = "Callable[[], Wrap | None]"
 
 
 class Wrap(ModuleWrapper):
-    """Base class of `FullyShardedDataParallel`, used in place of the wrapped module.
+    """Base class of `FullyShardedDataParallel`.
 
-    Attributes that a wrap lacks are looked up in the module registered as `INNER`.
+    Missing attributes are looked up in the wrapped module.
     """
 
     inner_name = INNER
@@ -91,7 +91,7 @@ class Wrap(ModuleWrapper):
         self._register_state_dict_hook(_show_plain)
         self._register_load_state_dict_pre_hook(_take_plain)
         self.register_load_state_dict_post_hook(_after_load)
-        wrap = weakref.ref(self)  # the module must not keep its wrap alive
+        wrap = weakref.ref(self)  # avoids a cycle
         module.register_state_dict_pre_hook(partial(_begin_state, wrap))
         module._register_state_dict_hook(partial(_show_full, wrap))
         handle = module._register_load_state_dict_pre_hook(partial(_take_slices, wrap))
@@ -107,7 +107,7 @@ class Wrap(ModuleWrapper):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules by the plain model's names. A wrap has the wrapped module's name."""
+        """Yield modules by the plain model's names."""
         if memo is None:
             memo = set()
         if self in memo:
@@ -126,8 +126,7 @@ class Wrap(ModuleWrapper):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters by the plain model's names, always the sharded parameters."""
-        # Between forward and backward, a root's module may have full parameters, which an
-        # optimizer must not get.
+        # Between forward and backward, a root's module may have full parameters.
         sharded: dict[int, nn.Parameter] = {}
         for wrap in wraps_in(self, Wrap):
             if wrap._engine is not None and not wrap._has_full_params:
@@ -171,7 +170,7 @@ class Wrap(ModuleWrapper):
         return len(self.module)  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
-        return True  # otherwise Python calls __len__, which most modules lack
+        return True  # otherwise Python calls __len__
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)  # type: ignore[call-overload]
@@ -184,7 +183,7 @@ class Wrap(ModuleWrapper):
         )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        self.__reduce_ex__(4)  # without this method, __getattr__ would find the module's
+        self.__reduce_ex__(4)  # else __getattr__ finds the module's
 
     # -- state dicts ---------------------------------------------------------------------------
 
@@ -195,21 +194,19 @@ class Wrap(ModuleWrapper):
             return super().state_dict(*args, **kwargs)
 
     def _begin_state_dict(self) -> None:
-        """Before a state dict, free gathered parameters and wait for all ranks."""
         if self._in_state_dict:
             return
         self._reshard()
         if not self._in_local_state and self._engine is not None:
-            # Raises an error if a rank is missing.
             wait_for_all_ranks(self._ranks, "state_dict()")
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load the plain model's state dict: every rank takes its slices, without communication."""
+        """Load the plain model's state dict, without communication."""
         return super().load_state_dict(_add_our_versions(self, state_dict), strict, assign)
 
-    # These call Wrap's methods: a subclass may implement state_dict() with them.
+    # A subclass may call these in state_dict(), so they call Wrap's methods.
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's slices, by the plain model's names, without communication."""
@@ -231,7 +228,7 @@ class Wrap(ModuleWrapper):
         for name, param in self.named_parameters(remove_duplicate=False):
             shards = 1
             if is_dtensor(param):
-                # In a two-dimensional mesh, only the first copy of the shards is used.
+                # In a two-dimensional mesh, use only the first copy.
                 shards = param.device_mesh.shape[-1]
             facts[name] = {
                 "shape": list(param.shape),
@@ -253,8 +250,8 @@ class Wrap(ModuleWrapper):
     ) -> dict[str, Tensor]:
         """Return the plain model's state dict from the `local_state_dict()` of every rank.
 
-        `shard_metadata` are the ranks' `local_metadata_dict()`, both in rank order. Buffers are
-        rank 0's. Without `strict`, missing parameters are omitted. Needs no process group.
+        `shard_metadata` are the ranks' `local_metadata_dict()`, in rank order. Buffers are rank
+        0's. Without `strict`, missing parameters are omitted. Needs no process group.
         """
         result: dict[str, Tensor] = {}
         described = shard_metadata[0]["param_metadata"]
@@ -299,14 +296,14 @@ class Wrap(ModuleWrapper):
         keep = self.rank == 0
 
         def collect(tensor: Tensor) -> Tensor | None:
-            full = to_full(tensor.detach())  # on every rank
+            full = to_full(tensor.detach())
             return full.cpu().clone() if keep else None
 
         # All ranks take part in each gather.
         state = tree_map_tensors(collect, optim.state_dict())
         if not keep:
             return None
-        # New dicts: changes of the result must not change the optimizer.
+        # Changes of the result must not change the optimizer.
         state["state"] = {index: dict(each) for index, each in state["state"].items()}
         names = {id(param): name for name, param in self.named_parameters()}
         private = self._private_params()
@@ -335,7 +332,7 @@ class Wrap(ModuleWrapper):
         if self.rank > 0:
             left_out = self._private_params()
         params = dict(self.named_parameters())
-        # A state without names, as from a plain optimizer, numbers parameters in model order.
+        # A plain optimizer's state numbers parameters in model order.
         named = result.pop("param_id_map", None) or {name: i for i, name in enumerate(params)}
         of = {index: params[name] for name, index in named.items() if name in params}
         result["param_groups"] = copy.deepcopy(result["param_groups"])
@@ -347,7 +344,6 @@ class Wrap(ModuleWrapper):
         return result
 
     def _private_params(self) -> set[int]:
-        """Return the ids of parameters in inner single-rank wraps."""
         if self.world_size == 1:
             return set()
         found: set[int] = set()
@@ -365,7 +361,6 @@ class Wrap(ModuleWrapper):
 
 
 def wraps_in(module: nn.Module, kind: type[W]) -> list[W]:
-    """Return all wraps of this class in a module, without duplicates."""
     return [each for each in module.modules() if isinstance(each, kind)]
 
 
@@ -373,7 +368,6 @@ def wraps_in(module: nn.Module, kind: type[W]) -> list[W]:
 
 
 def _begin_state(reference: WrapReference, *_: object) -> None:
-    """Before the module's state_dict(), prepare the wrap unless its state_dict() did."""
     wrap = reference()
     if wrap is not None:
         wrap._begin_state_dict()
@@ -386,7 +380,7 @@ def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) ->
     if versions is not None:
         for key, version in _pop_last_entries(versions, prefix[:-1]).items():
             versions[key] = version  # for loading a wrap inside a plain container
-            # The module's version follows, and replaces the wrap's.
+            # The module's version follows and replaces the wrap's.
             versions[plain_name(key + ".")[:-1]] = version
 
 
@@ -408,7 +402,7 @@ def _show_full(
         parameter = tied.get(key, key)
         if isinstance(value, Tensor) and is_dtensor(value):
             if parameter not in done:
-                # A collective, also on ranks that discard the result.
+                # A collective: all ranks take part.
                 full = to_full(value.detach())
                 done[parameter] = full.to(wrap.state_dict_device) if keep else None
             value = done[parameter]
@@ -420,7 +414,7 @@ def _show_full(
 
 def _pop_last_entries(entries: dict[str, V], prefix: str) -> dict[str, V]:
     """Remove and return the last entries, up to the first key without the prefix."""
-    # A wrap's entries were added last. Popping avoids a scan of the dict for each wrap.
+    # Popping avoids a scan of the dict for each wrap.
     popped = []
     while entries:
         key, value = entries.popitem()
@@ -450,13 +444,13 @@ def _take_slices(
     convert = from_local if wrap._in_local_state else shard_like
     for name, param in named_params(wrap._places):
         value = state.get(prefix + name)
-        # Other shapes are unchanged, so that torch's error names the parameter.
+        # For other shapes, torch's error names the parameter.
         if isinstance(value, Tensor) and (wrap._in_local_state or value.shape == param.shape):
             state[prefix + name] = convert(value, param)
 
 
 def _add_our_versions(wrap: nn.Module, state: Mapping[str, V]) -> Mapping[str, V]:
-    """Add the modules' versions under our names, by which torch looks them up."""
+    """Add the modules' versions under our names, for torch's lookups."""
     versions = getattr(state, "_metadata", None)
     if versions is None:
         return state
@@ -471,7 +465,6 @@ def _add_our_versions(wrap: nn.Module, state: Mapping[str, V]) -> Mapping[str, V
 
 
 def _state_dict_paths(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Yield the prefix of each module in torch's state dicts, with our names."""
     yield path
     for name, child in children(module):
         yield from _state_dict_paths(child, f"{path}{name}.")
@@ -539,9 +532,9 @@ def from_local(tensor: Tensor, like: Any) -> Tensor:
 
 @contextmanager
 def summon_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[None]:
-    """Put full parameters at these places inside; with `keep`, write changes back."""
+    """Put full parameters at these places; with `keep`, write changes back."""
     former = [(module, name, module._parameters[name]) for module, name in places]
-    full: dict[object, nn.Parameter] = {}  # by sharded parameter, so that tied ones stay tied
+    full: dict[object, nn.Parameter] = {}  # tied parameters stay tied
     with torch.no_grad():
         for _, _, param in former:
             if param is not None and param not in full:
@@ -562,7 +555,7 @@ def summon_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[None]:
 def _shard_state(index: int, param: Tensor, tensor: Tensor) -> Tensor:
     if tensor.shape == param.shape:
         return shard_like(tensor, param)
-    # A single number, such as Adam's step count, is equal on all ranks.
+    # A single number (a step count) is equal on all ranks.
     if tensor.numel() > 1:
         raise ValueError(
             f"the state of parameter {index} has shape {tuple(tensor.shape)}, but the parameter "

@@ -2,12 +2,12 @@
 
 Each tensor has an *owner* rank. A step, in order
 
-    gradients    every rank sends its shard of a gradient to the tensor's owner
+    gradients    every rank sends a shard of a gradient to the tensor's owner
     step         `optim`, an instance of the user's optimizer class, steps the tensors of this rank
-    parameters   the owner sends every rank its shard of the new tensor
+    parameters   the owner sends a shard of the new tensor to every rank
 
-Between steps, the owner stores its tensors and the optimizer's state. If shards have changed
-otherwise, for example by loading a checkpoint, they are sent to the owners again.
+Between steps, owners store tensors and optimizer state. If shards have changed otherwise, for
+example by loading a checkpoint, ranks send them to the owners again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from manyhands.sharding._divided import DividedOptimizer, check_params_and_class
 from manyhands.sharding.zero._layout import deal_out
 from manyhands.sharding.zero._slice_optimizer import choose_layout
 
-BUCKET = 2**24  # elements of tensors that travel together
-TAG = 28_103  # of messages between pairs of ranks; unlikely to be chosen by users
+BUCKET = 2**24  # elements sent together
+TAG = 28_103  # of messages between ranks; unlikely in users' code
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -55,12 +55,12 @@ class WholeTensorOptimizer(DividedOptimizer):
     >>> optimizer.step()
 
     Muon, Shampoo, LAMB and Adafactor give different results on slices of a matrix. Here each matrix
-    has an owner rank, which receives the full gradient, takes the step for all ranks, and sends
-    every rank its shard. Results equal the plain optimizer's. Element-wise optimizers, such as
-    AdamW, do not need this class.
+    has an owner rank, which receives the full gradient, takes the step, and sends shards to all
+    ranks. Results equal the plain optimizer's. Elementwise optimizers, such as AdamW, do not need
+    this class.
 
-    Each of N ranks stores 1/N of the optimizer's state and a second 1/N of the parameters. Save
-    with `save`, and load with `load`. An optimizer with estimates over all parameters (Prodigy)
+    Each of N ranks stores 1/N of the optimizer's state, with a second 1/N of the parameters. Use
+    `save` and `load` for checkpoints. An optimizer with estimates over all parameters (Prodigy)
     only uses the parameters that a rank owns.
 
     Args:
@@ -115,7 +115,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         number = len(self.param_groups) - 1
         try:
             owned = self._take_in(self.param_groups[number])
-            # add_param_group checks less than the constructor, so try the constructor first.
+            # The constructor checks more than add_param_group.
             self._make([dict(owned)])
             self.optim.add_param_group(owned)
         except Exception:
@@ -124,7 +124,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         copy_options(self.optim.param_groups, self.param_groups)
 
     def _take_in(self, group: ParamGroup) -> ParamGroup:
-        """Assign owners to parameters; return the group with the tensors that this rank owns."""
+        """Assign owners; return the group with this rank's tensors."""
         if self._workers.size == 1:
             self._tensors.append([])
             return dict(group)
@@ -146,7 +146,7 @@ class WholeTensorOptimizer(DividedOptimizer):
     @torch.no_grad()
     def _step(self, **kwargs: Any) -> None:
         tensors = [tensor for group in self._tensors for tensor in group]
-        # Which tensors have a gradient on any rank? The last flag: was any shard changed?
+        # Whether each tensor has a gradient; the last flag: whether a shard was changed.
         flags = [tensor.param.grad is not None for tensor in tensors]
         seen = [tensor.seen for tensor in tensors]
         flags.append(fingerprints([tensor.param for tensor in tensors]) != seen)
@@ -157,7 +157,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         moved = [tensor for tensor, has in zip(tensors, trained, strict=True) if has]
         grads = []
         for tensor in moved:
-            grad = torch.zeros_like(local_shard(tensor.param))  # only other ranks have one
+            grad = torch.zeros_like(local_shard(tensor.param))
             if tensor.param.grad is not None:
                 grad = local_shard(tensor.param.grad).to(grad.dtype)
             grads.append(grad)
@@ -170,7 +170,7 @@ class WholeTensorOptimizer(DividedOptimizer):
             for tensor in moved:
                 if tensor.whole is not None:
                     tensor.whole.grad = None
-            # Even after a failed step, because other ranks wait.
+            # Also after a failed step, because other ranks wait.
             self._to_shards(moved)
 
     @torch.no_grad()
@@ -205,7 +205,6 @@ class WholeTensorOptimizer(DividedOptimizer):
         return found
 
     def _to_shards(self, tensors: Sequence[OwnedTensor]) -> None:
-        """Send rows of the tensors that this rank owns to all ranks."""
         for bucket in _buckets(tensors):
             outgoing: list[list[Tensor]] = [[] for _ in range(self._workers.size)]
             sizes: list[list[int]] = [[] for _ in range(self._workers.size)]
@@ -224,9 +223,9 @@ class WholeTensorOptimizer(DividedOptimizer):
     def _exchange(
         self, outgoing: Sequence[list[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
     ) -> list[list[Tensor]]:
-        """Send each rank its flat tensors; return the tensors from each rank, of `sizes` elements.
+        """Send flat tensors to each rank; return the tensors from each rank, of `sizes` elements.
 
-        This rank's tensors for itself are returned unchanged.
+        Tensors for the same rank are returned unchanged.
         """
         own = self._workers.rank
         messages = []
@@ -309,7 +308,6 @@ class WholeTensorOptimizer(DividedOptimizer):
 
 
 def _ranks_of_copy(params: Sequence[Tensor]) -> RankGroup | None:
-    """Return the ranks that share a copy of the parameters, if a mesh has several copies."""
     meshes = {param.device_mesh for param in params if is_dtensor(param)}
     if len(meshes) != 1:
         return None
@@ -337,14 +335,14 @@ class OwnedTensor:
     owner: int
     rows: Sequence[slice]  # of each rank, in the flat tensor
     whole: nn.Parameter | None = None  # on the owner
-    seen: int | None = None  # fingerprint of the shard, as known to the owner
+    seen: int | None = None  # fingerprint of the shard that the owner knows
 
     def elements(self, rank: int) -> int:
         return self.rows[rank].stop - self.rows[rank].start
 
 
 def fingerprints(params: Sequence[Tensor]) -> list[int]:
-    """Return a number for each shard that depends on the bits and the order of rows."""
+    """Return a number for each shard, from the bits and the order of rows."""
     # torch's version counters ignore changes through `param.data`.
     if not params:
         return []
@@ -372,7 +370,7 @@ def _buckets(tensors: Sequence[OwnedTensor]) -> list[slice]:
 def bucket_ranges(tensors: Sequence[tuple[Hashable, int]]) -> list[slice]:
     """Return ranges of consecutive tensors of equal kind, with about `BUCKET` elements.
 
-    A tensor is given as its kind and number of elements.
+    A tensor is a pair: kind, number of elements.
     """
     ranges = []
     start = 0

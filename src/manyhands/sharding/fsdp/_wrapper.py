@@ -1,16 +1,16 @@
 """Shard parameters over the ranks: the public wrapper around torch's `fully_shard`.
 
     between steps   each rank stores a slice of every parameter, gradient and optimizer state
-    in a forward    each wrap gathers its parameters, computes, and frees them
+    in a forward    each wrap gathers parameters, computes, and frees them
     in a backward   each wrap gathers again, and gives every rank a slice of the mean gradient
 
-`fully_shard` implements this for the wrapped module (`.module`). The parameters become DTensors.
-The wrapper adds the documented names and options (`_options.py`), cheaper collectives on gloo
-(`_collectives.py`), gradients of parameters that only some ranks use (`_root.py`), names and state
-dicts of the plain model (`_transparent.py`), and support for a single rank without a process group.
+`fully_shard` implements this for the wrapped module, with DTensors. The wrapper adds options
+(`_options.py`), cheaper collectives on gloo (`_collectives.py`), gradients of parameters that only
+some ranks use (`_root.py`), the plain model's names and state dicts (`_transparent.py`), and
+support for single processes.
 
 Glossary
-    wrap      a FullyShardedDataParallel, with the parameters outside its inner wraps
+    wrap      a FullyShardedDataParallel, with the parameters outside inner wraps
     root      the outermost wrap, which coordinates all wraps inside
     engine    torch's `fully_shard`, as `_engine.py` uses it
     place     the location of a parameter: a module and an attribute name
@@ -57,15 +57,14 @@ from manyhands.sharding.fsdp._transparent import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Modules inside a wrap. Weak, so that a module is freed with its model.
+# Modules inside a wrap.
 _wrapped: WeakSet[nn.Module] = WeakSet()
 
 
 class FullyShardedDataParallel(Wrap):
     """Shard a model: each of N ranks stores 1/N of parameters, gradients and optimizer state.
 
-    Make the optimizer after wrapping, from the wrapped module's parameters. The rest of a training
-    loop does not change:
+    Make the optimizer after wrapping, from the wrapped module's parameters:
 
     >>> import torch, manyhands as mh
     >>> layers = [mh.FSDP(torch.nn.Linear(4, 4)) for _ in range(3)]
@@ -82,8 +81,8 @@ class FullyShardedDataParallel(Wrap):
     wrap. A single rank does not shard.
 
     `state_dict()` gathers the parameters: call it on every rank. On several ranks, `parameters()`
-    are DTensors with this rank's slice. Optimizers that need full tensors (Adafactor, Rprop) raise
-    an error: use `WholeTensorOptimizer`.
+    are DTensors. Optimizers that need full tensors (Adafactor, Rprop) raise an error: use
+    `WholeTensorOptimizer`.
 
     Args:
         module: the module to shard, in place.
@@ -93,7 +92,7 @@ class FullyShardedDataParallel(Wrap):
             each sharded over the second dimension.
         reshard_after_forward: free the full parameters after each forward and gather them again in
             backward. Uses less memory and sends 1.5 times the bytes.
-        disable_reshard_on_root: nevertheless keep the root's full parameters until backward.
+        disable_reshard_on_root: keep the root's full parameters until backward.
         mixed_precision: compute with parameters and inputs in `compute_dtype`, by default float16
             (bfloat16 needs no loss scaling). The optimizer's parameters keep their type.
         fp32_reduce_scatter: with mixed precision, average gradients in float32.
@@ -111,7 +110,7 @@ class FullyShardedDataParallel(Wrap):
             by N / factor after the sum. By default, divide only after the sum.
         allow_reset_parameters: let `reset_parameters()` call the wrapped module's method.
         overlap: while a wrap computes, gather the next wrap's parameters, and send the previous
-            wrap's gradients. False saves memory for one or two wraps, and is slower.
+            wrap's gradients. False is slower, and saves memory for one or two wraps.
     """
 
     require_backward_grad_sync = True
@@ -186,17 +185,17 @@ class FullyShardedDataParallel(Wrap):
         elif self._cast_to is not None:
             cast_in_forward(module, list(self._places.values()), self._cast_to)
         _wrapped.add(module)
-        self._register_inner(module)  # last, because attribute lookups then fall through to it
+        self._register_inner(module)  # last: then attribute lookups reach the module
 
     def _make_engine(self, module: nn.Module) -> Engine:
-        # Modules in inner single-rank wraps are private to the rank.
+        # Modules in inner single-rank wraps.
         private: set[nn.Module] = set()
         for wrap in wraps_in(module, Wrap):
             if wrap.world_size == 1:
                 private.update(wrap.modules())
         shared = {name: each for name, each in module.named_modules() if each not in private}
         check_same_model(self._ranks, [(self._places, self._compared_options())], shared)
-        # After the check, because a broadcast between different models could hang.
+        # A broadcast between different models could hang.
         copy_from_rank_0(shared.values(), self._ranks, self.compute_device)
         reshard: bool | None = self.reshard_after_forward
         if reshard and self.disable_reshard_on_root:
@@ -209,7 +208,6 @@ class FullyShardedDataParallel(Wrap):
             self._cast_to,
             torch.float32 if self.fp32_reduce_scatter else None,
             reshard_after_forward=reshard,
-            # On a CPU the shards are already in CPU memory.
             offload=self.move_params_to_cpu and self.compute_device.type != "cpu",
             overlap=self.overlap,
             ignored={param for each in private for param in each.parameters(recurse=False)},
@@ -223,7 +221,7 @@ class FullyShardedDataParallel(Wrap):
             raise RuntimeError("forward() was called inside summon_full_params(). Leave it first.")
         if self._is_root is None:
             self._root_state = become_root(self)
-        # A forward inside a backward recomputes a checkpoint, after the root's forward.
+        # A forward inside a backward recomputes a checkpoint.
         root = self._root_state
         if current_task() != -1:
             root = None
@@ -237,7 +235,7 @@ class FullyShardedDataParallel(Wrap):
                 result = self.module(*args, **kwargs)
         except BaseException:
             if root is not None:
-                # Show this error, not a subsequent error of the broken connection.
+                # Do not hide the error by an error of the broken connection.
                 with suppress(RuntimeError):
                     root.recover()
             raise
@@ -299,7 +297,7 @@ class FullyShardedDataParallel(Wrap):
         for wrap in self._wraps() if recursive else [self]:
             wrap._divide[:] = [pre, post]
             if wrap._engine is None and not wrap._has_divisor_hooks and pre * post != 1:
-                # Only now, because hooks cost time. They must not keep the wrap alive.
+                # Only if necessary, because hooks cost time.
                 wrap._has_divisor_hooks = True
                 for param in distinct_params(wrap._places):
                     if param.requires_grad:
@@ -344,7 +342,7 @@ class FullyShardedDataParallel(Wrap):
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
-        """Provide full parameters on every rank inside the context.
+        """Provide full parameters inside the context.
 
         Call it on every rank, outside forward and backward. With `volatile`, changes are discarded;
         otherwise make equal changes on every rank.
@@ -363,7 +361,7 @@ class FullyShardedDataParallel(Wrap):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call `fn` on every module inside, with full parameters."""
-        # nn.Module.apply calls apply() of inner wraps.
+        # This calls apply() of inner wraps.
         with self.summon_full_params(recurse=False):
             super().apply(fn)
         return self

@@ -1,9 +1,9 @@
-"""Wrap modules of a model, with shared options for all wraps.
+"""Wrap modules of a model with shared options.
 
-`enable_wrap` sets the wrapper and its options, `wrap` wraps a module, and `auto_wrap` wraps the
-modules that a policy selects. A policy is a function. With `recurse=True` it returns whether to
-visit the submodules of a module, with `recurse=False` whether to wrap the module. `pick_modules`
-asks the policy top-down and then bottom-up, before the model changes.
+`enable_wrap` sets the wrapper and options, `wrap` wraps a module, and `auto_wrap` wraps the modules
+that a policy selects. A policy is a function that returns whether to visit the submodules of a
+module (`recurse=True`) or whether to wrap the module (`recurse=False`). `pick_modules` asks the
+policy top-down and then bottom-up, before the model changes.
 
 (`torch.distributed.fsdp.wrap` has no `auto_wrap` and no nested contexts, and separates tied
 parameters.)
@@ -61,7 +61,7 @@ def default_auto_wrap_policy(
         exclude_wrap_modules: classes to visit but not wrap; default: containers without `forward`.
         skip_params_check_for_root: wrap the root even if too few parameters remain.
     """
-    policy: Any = default_auto_wrap_policy  # users may change its sets, so read them at each call
+    policy: Any = default_auto_wrap_policy  # users may change the sets
     large = unwrapped_params >= min_num_params
     if recurse:
         leaves = policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
@@ -77,7 +77,7 @@ default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  
 
 @dataclass(frozen=True)
 class _Scope:
-    """The settings of the innermost `enable_wrap`, merged with outer settings."""
+    """The settings of all open `enable_wrap` contexts."""
 
     wrapper_cls: Wrapper
     policy: Policy
@@ -86,7 +86,7 @@ class _Scope:
     def changed(
         self, policy: Policy | Classes | None, given: Options
     ) -> tuple[_Scope, dict[str, Any]]:
-        """Return the settings with this policy and wrapper, and the options for the wrapper."""
+        """Return changed settings, and the options for the wrapper."""
         chosen = self.policy
         if policy is not None:
             chosen = _as_policy(policy)
@@ -95,7 +95,7 @@ class _Scope:
         theirs = _keywords_of(wrapper_cls)
         of_policy = _keywords_of(chosen)
         bound = {name: options.pop(name) for name in of_policy & options.keys()}
-        # Python would raise only when a module is large enough to be wrapped.
+        # The call would raise only for a module that is large enough to wrap.
         unknown = options.keys() - theirs
         if unknown and "**" not in theirs:
             raise TypeError(
@@ -105,7 +105,8 @@ class _Scope:
         return _Scope(wrapper_cls, partial(chosen, **bound), self.options), options
 
     def wrap(self, module: nn.Module, overrides: Options) -> nn.Module:
-        """Wrap a module. `overrides` win over its `wrapper_config`, which wins over the scope."""
+        """Wrap a module. `overrides` win over `module.wrapper_config`, which wins over the
+        scope."""
         own = {**getattr(module, "wrapper_config", {}), **overrides}
         wrapper_cls = own.pop("wrapper_cls", self.wrapper_cls)
         return wrapper_cls(module, **{**self.options, **own})
@@ -211,18 +212,17 @@ def auto_wrap(
 def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules to wrap, inner modules first. `wrappers` are already wrapped."""
     wrappers = set(wrappers)
-    # A parameter in a wrapper does not count elsewhere, even if tied.
+    # Also tied parameters outside a wrapper do not count.
     wrapped_params = {param for wrapper in wrappers for param in wrapper.parameters()}
 
     def ask(module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
-        """Ask the policy, counting only parameters outside wrappers."""
         number = sum(param.numel() for param in params - wrapped_params)
         return policy(
             module=module, recurse=recurse, unwrapped_params=number, module_is_root=module is root
         )
 
-    # Submodules of an unvisited module are left alone at all places: attention reads the weights
-    # of a submodule without calling it.
+    # Submodules of an unvisited module are not wrapped at any place: attention reads the weights of
+    # a submodule without calling it.
     opened: set[nn.Module] = set()
     sealed: set[nn.Module] = set()
     seen: set[nn.Module] = set()
@@ -242,7 +242,6 @@ def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module])
     rest: dict[nn.Module, set[nn.Parameter]] = {wrapper: set() for wrapper in wrappers}
 
     def rest_of(module: nn.Module) -> set[nn.Parameter]:
-        """Decide about submodules and then the module; return the parameters outside wrappers."""
         if module not in rest:
             params = set(module.parameters(recurse=False))
             for child in module.children():
@@ -279,7 +278,7 @@ def _as_policy(policy: Policy | Classes) -> Policy:
 
 
 def _keywords_of(function: Callable[..., object]) -> set[str]:
-    """Return a function's option names, without a policy's first four; "**" for any other."""
+    """Return a function's options, without a policy's first four; "**" for any other."""
     names = set()
     for name, each in inspect.signature(function).parameters.items():
         if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):

@@ -50,8 +50,7 @@ class ShardedDataParallel(ModuleWrapper):
         optimizer: the `OSS` of the model's parameters, or a list. Scaling rules around an OSS are
             allowed.
         process_group: the ranks; default: the optimizer's group.
-        broadcast_buffers: copy rank 0's buffers whenever gradients are averaged, so that buffers
-            are equal in the next forward.
+        broadcast_buffers: copy rank 0's buffers whenever gradients are averaged.
         sync_models_at_startup: copy rank 0's parameters and buffers in the constructor.
         reduce_buffer_size: elements per message; default: the optimizer's bucket size.
         auto_refresh_trainable: check before each forward whether parameters were frozen or
@@ -92,7 +91,7 @@ class ShardedDataParallel(ModuleWrapper):
         self.require_backward_grad_sync = True
         self._workers = self._optimizers[0]._workers
         self._reducer: Reducer | None = None
-        # A larger module loads this one under `module.`, which our state dict omits.
+        # Our state dict omits `module.`, which a larger module expects.
         self.register_load_state_dict_pre_hook(_add_module_prefix)
         if reduce_fp16:
             reduce_dtype = torch.float16
@@ -100,7 +99,7 @@ class ShardedDataParallel(ModuleWrapper):
             whole("reduce_buffer_size", reduce_buffer_size)
         if self._workers.size == 1:
             return
-        # Before other collectives, which would mix different models up, or hang.
+        # Before other collectives, which could hang with different models.
         facts: Facts = {
             "values of reduce_dtype": str(reduce_dtype),
             "values of reduce_buffer_size": reduce_buffer_size,
@@ -115,13 +114,13 @@ class ShardedDataParallel(ModuleWrapper):
                 one._resize_buckets(reduce_buffer_size)
         if sync_models_at_startup:
             self._workers.broadcast_from_first([*module.parameters(), *module.buffers()])
-        # A shared group could confuse the buckets of two modules in one backward.
+        # A shared group could confuse the buckets of two modules.
         workers = self._workers
         if workers.shared_memory is None:
             workers = workers.with_own_group(next(module.parameters()).device, pairs=True)
         self._reducer = Reducer(self._shards(), workers, weakref.ref(self), reduce_dtype)
         for one in self._optimizers:
-            # Weak: the module owns the reducer and hooks, and the optimizer may outlive both.
+            # Weak: the optimizer may outlive the module.
             one._run.reducer_ref = weakref.ref(self._reducer)
 
     def _shards(self) -> list[Shards]:
@@ -133,7 +132,7 @@ class ShardedDataParallel(ModuleWrapper):
         """Run the wrapped module's forward."""
         if self._reducer is None:
             return self.module(*inputs, **kwargs)
-        # Private: torch has no public way to detect a forward inside DDP's forward.
+        # torch has no public way to detect a forward inside DDP's forward.
         outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if outer is not None and self in outer.modules():
             raise inside_ddp(self)
@@ -167,7 +166,7 @@ class ShardedDataParallel(ModuleWrapper):
     def reduce(self) -> None:
         """Average gradients accumulated inside `no_sync()`. Call it on every rank.
 
-        A backward outside `no_sync()` does so automatically.
+        A backward outside `no_sync()` includes these.
         """
         if self._reducer is not None:
             self._reducer.reduce()
@@ -202,11 +201,10 @@ class ShardedDataParallel(ModuleWrapper):
         return len({param.device for param in self.module.parameters()}) > 1
 
     def __getattr__(self, name: str) -> Any:
-        """Return the wrapped module's attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Not set yet: a lookup in `self.module` would recurse.
+            # A lookup in `self.module` would recurse.
             if name == "module":
                 raise
             return wrapped_attribute(self, self.module, name)
@@ -227,7 +225,7 @@ class ShardedDataParallel(ModuleWrapper):
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> ShardedDataParallel:
         """Convert or move the module (`to`, `half`), and the sharded gradients."""
-        # torch sets `param.grad.data`, which does not change a sharded gradient's slices.
+        # torch sets `param.grad.data`, which does not change the slices.
         sharded: dict[nn.Parameter, Tensor] = {}
         for param in self.parameters():
             if isinstance(param.grad, ShardedGradient):
@@ -243,7 +241,6 @@ class ShardedDataParallel(ModuleWrapper):
 def _add_module_prefix(
     module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
 ) -> None:
-    """Add our prefix to the plain module's entries, for loading inside a larger module."""
     assert isinstance(module, ShardedDataParallel)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
@@ -255,7 +252,7 @@ def _add_module_prefix(
 def check_module_and_oss(
     module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None
 ) -> None:
-    """Raise unless the optimizers contain exactly the parameters that the module trains."""
+    """Raise unless the optimizers have exactly the module's trained parameters."""
     if not optimizers:
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
     check_not_averaged_inside(module)

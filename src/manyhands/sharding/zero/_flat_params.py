@@ -1,15 +1,14 @@
-"""Move parameters to flat memory, and cut it into slices as `_layout.py` decides.
+"""Move parameters to flat memory, and cut slices as in `_layout.py`.
 
 Tensors
     buffer.data   a flat tensor; parameters are views of it
     slice.data    a view of the same memory: the elements of a parameter in this rank's slice of a
                   bucket, updated by the optimizer
 
-A step: `gradient` returns a slice's part of `param.grad`, the optimizer updates `slice.data` in
-place, `start_all_gather` starts the exchange of slices, and `wait` returns when all parameters are
-complete.
+In a step, `gradient` returns a slice's part of `param.grad`, the optimizer updates `slice.data` in
+place, `start_all_gather` sends slices, and `wait` completes the parameters.
 
-On a single rank parameters are not moved, and slices are the parameters.
+On a single rank, slices are the unmoved parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class ParamSlice:
     stop: int
     data: Tensor
     whole: bool  # `data` has the parameter's shape; otherwise it is flat
-    rounded: Tensor | None = None  # the parameter's elements, if `data` is an exact copy
+    rounded: Tensor | None = None  # the elements, if `data` is an exact copy
 
 
 @dataclass(eq=False)
@@ -66,7 +65,7 @@ class SharedMemoryGather:
 
     bucket: FlatBucket
     rank: int
-    barrier: dist.Work  # before it ends, an owner may still write its slice
+    barrier: dist.Work  # until then, an owner may write a slice
 
     def wait(self) -> None:
         self.barrier.wait()
@@ -79,8 +78,8 @@ class SharedMemoryGather:
 class FlatBucket:
     layout: _layout.BucketLayout
     data: Tensor
-    on_ranks: list[Tensor]  # every rank's `data`, if the ranks share memory; otherwise empty
-    # This rank's slices, and their places in the bucket.
+    on_ranks: list[Tensor]  # every rank's `data`, with shared memory; else empty
+    # This rank's slices, with places in the bucket.
     slices: list[tuple[ParamSlice, ParamRange]] = field(default_factory=list)
 
 
@@ -95,11 +94,11 @@ class Shards:
     """All parameters of an optimizer, by index, and the ranks that own their elements.
 
     `largest` is the number of elements in a bucket (None: the default; 0: a bucket per parameter).
-    A parameter's *place* is its part of the flat memory, assigned permanently when the parameter is
-    first trained.
+    A *place* is a parameter's part of the flat memory, assigned when the parameter is first
+    trained.
 
-    With `wire`, parameters travel in that narrower type, and all ranks train with rounded values.
-    Owners store exact copies, so that small updates are not lost.
+    With `wire`, ranks send parameters in that narrower type and train with rounded values. Owners
+    store exact copies, so that small updates are not lost.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class Shards:
 
     @property
     def missing(self) -> list[int]:
-        """Indices of trained parameters without a place: the input of `lay_out`."""
+        """Indices of trained parameters without a place."""
         if self.workers.size == 1:
             return self.without_slices
         return [i for i in self.without_slices if self.params[i].requires_grad]
@@ -181,7 +180,7 @@ class Shards:
             param = self.params[index]
             view = unflatten(data[start : start + param.numel()], param)
             view.copy_(param)
-            # Preserves the Parameter object, which model and optimizer share.
+            # Preserves the Parameter object.
             param.data = view
             self._where[index] = (data, start)
         buckets = []
@@ -215,12 +214,11 @@ class Shards:
 
     @property
     def buckets(self) -> Iterator[FlatBucket]:
-        """All buckets, approximately in backward order."""
         for buffer in self.buffers:
             yield from buffer.buckets
 
     def held_by(self, rank: int, members: range) -> list[Tensor]:
-        """Return the parameters that rank `rank` owns, or views of slices."""
+        """Return parameters of rank `rank`, or views of slices."""
         if self.workers.size == 1:
             return [self.params[i] for i in members]
         held = []
@@ -235,7 +233,7 @@ class Shards:
 
     @property
     def to_step(self) -> list[FlatBucket]:
-        """The buckets that a step may change, approximately in forward order."""
+        """The buckets to step, approximately in forward order."""
         chosen = []
         for bucket in self.buckets:
             params = [self.params[place.param] for place in bucket.layout.ranges]
@@ -245,7 +243,7 @@ class Shards:
         return chosen
 
     def release(self) -> None:
-        """Discard all places. Only possible before optimizer state is tied to slices."""
+        """Discard all places. Only before optimizer state exists."""
         self.buffers = []
         self._where = {}
         self._load = {}
@@ -293,11 +291,11 @@ class Shards:
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Before a step, refresh exact copies of parameters that were changed."""
+        """Refresh exact copies of parameters that were changed."""
         for slices in self.slices:
             for owned in slices:
                 if owned.rounded is not None:
-                    # An exact value that does not round to the parameter's value is out of date.
+                    # Keep exact values that round to the parameter's value.
                     kept = owned.data.to(self.wire).to(owned.data.dtype) == owned.rounded
                     owned.data.copy_(torch.where(kept, owned.data, owned.rounded))
 
@@ -320,8 +318,8 @@ class Shards:
             self._gathers.append(PendingGather(bucket.data, sent, works))
 
     def wait(self) -> None:
-        # Writing to `data` does not change the versions of its views, by which autograd detects a
-        # backward through old values.
+        # Autograd detects a backward through old values by versions, which writes to `data` do not
+        # change.
         params = [self.params[place.param] for b in self.to_step for place in b.layout.ranges]
         torch.autograd.graph.increment_version(params)
         for gather in self._gathers:

@@ -1,7 +1,7 @@
 """Assign each element to a rank that updates it. Integers in, integers out.
 
-Parameters lie one after the other in flat *buffers*. A buffer consists of *buckets*, the units of
-communication, and a bucket consists of N slices, one per rank:
+Parameters lie in flat *buffers*. A buffer consists of *buckets*, the units of communication, and a
+bucket consists of a slice per rank:
 
     buffer    | bucket                        | bucket                        |
               | slice 0 | slice 1 | ... N - 1 | slice 0 | slice 1 | ... N - 1 |
@@ -27,9 +27,9 @@ from manyhands._tensors.flat import in_groups
 
 ALIGN = 16
 BUCKET = 2**22  # elements per bucket on few ranks: 16 MiB of float32
-SMALLEST = 2**16  # elements: below, starting a collective costs more than sending the bytes
+SMALLEST = 2**16  # elements: below, starting a collective costs more than sending
 SPARE = 1.125  # a buffer may exceed the bucket size by this factor before it is cut
-MANY = 16  # ranks, above which buckets grow, so that slices do not become too small to send
+MANY = 16  # ranks, above which buckets grow
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ParamRange:
         return self.stop - self.start
 
     def within(self, low: int, high: int) -> Iterator[ParamRange]:
-        """Yield the part between two places, unless empty; offsets count from `low`."""
+        """Yield the part between two places; offsets count from `low`."""
         first = max(self.offset, low)
         last = min(self.offset + self.size, high)
         if first < last:
@@ -58,26 +58,26 @@ class ParamRange:
 class BucketLayout:
     """Layout of a bucket: rank r owns the slice from `cuts[r]` to `cuts[r + 1]`.
 
-    The cuts of an even layout are a range, so memory does not grow with the number of ranks.
+    The cuts of an even layout are a range, to save memory.
     """
 
     ranges: tuple[ParamRange, ...]
     cuts: Sequence[int]
-    start: int = 0  # in its buffer
+    start: int = 0  # in the buffer
 
     @property
     def size(self) -> int:
         return self.cuts[-1]
 
     def owned(self, rank: int) -> Iterator[ParamRange]:
-        """Yield the ranges that rank `rank` owns, with offsets in the rank's slice."""
+        """Yield the ranges of rank `rank`, with offsets in the slice."""
         for each in self.ranges:
             yield from each.within(self.cuts[rank], self.cuts[rank + 1])
 
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Layout of a buffer; `starts` maps each parameter to its first element."""
+    """Layout of a buffer; `starts` has the first element of each parameter."""
 
     starts: dict[int, int]
     buckets: tuple[BucketLayout, ...]
@@ -90,8 +90,7 @@ class BufferLayout:
 def bucket_size(workers: int, elements: int) -> int:
     """Return the number of elements in a bucket, for a model of `elements`.
 
-    For small models, no more than a tenth of the model, because buckets would otherwise take more
-    memory than sharding saves.
+    At most a tenth of a small model, because buckets must not take more memory than sharding saves.
 
     >>> bucket_size(4, 10**9), bucket_size(1024, 10**9) // 1024  # elements of each slice
     (4194304, 32768)
@@ -108,7 +107,7 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
     for members in in_groups(sizes, itemgetter(1), largest):
         starts, total = _assign_starts(members)
         number = math.ceil(total / (SPARE * largest)) if largest else 1
-        # Rounding up gives equal, aligned slices; the rest is padding.
+        # Rounding up gives equal, aligned slices.
         size = _round_up(-(-total // number), workers * ALIGN)
         cuts = range(0, size + 1, size // workers)
         buckets = []
@@ -124,7 +123,7 @@ def whole_layout(
 ) -> list[BufferLayout]:
     """Assign uncut parameters, given as (index, elements), to ranks.
 
-    `load` counts the elements that each rank already owns, and is updated.
+    `load` counts the elements of each rank, and is updated.
     """
     owner = deal_out(sizes, load)
     buffers = []
@@ -143,13 +142,13 @@ def whole_layout(
 
 
 def deal_out(sizes: Sequence[tuple[int, int]], load: list[int]) -> dict[int, int]:
-    """Return an owner for each index, and add the sizes to `load`, the elements per rank.
+    """Return an owner for each index, and update `load`, the elements per rank.
 
     >>> deal_out([(0, 5), (1, 9), (2, 4)], load=[0, 0])
     {1: 0, 0: 1, 2: 1}
     """
     owner: dict[int, int] = {}
-    # Greedy: the largest remaining parameter goes to the rank with the smallest load.
+    # Greedy: the largest parameter goes to the rank with the smallest load.
     for index, size in sorted(sizes, key=lambda entry: (-entry[1], entry[0])):
         owner[index] = load.index(min(load))
         load[owner[index]] += size

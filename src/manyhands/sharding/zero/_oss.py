@@ -1,4 +1,4 @@
-"""Shard an optimizer: each rank updates its slices, then all ranks gather the parameters.
+"""Shard an optimizer: each rank updates slices, then all ranks gather the parameters.
 
 A step, in order
     options     copy learning rates etc. from `param_groups`, which schedulers change
@@ -52,16 +52,16 @@ from manyhands.sharding.zero._slice_optimizer import choose_layout, follow_moved
 
 @dataclass
 class OSSRun:
-    """State that changes while an OSS is used, shared with proxies around the OSS."""
+    """The changing state of an OSS, shared with proxies around the OSS."""
 
     optim: Any = None
-    begun: bool = False  # whether optimizer state exists, which is tied to slices
+    begun: bool = False  # whether optimizer state exists
     averaged: bool = False  # whether ranks had equal gradients in the first step
     consolidated: dict[int, _state.ParamState] | None = None
     recipient: int | None = None  # of the state collected since the last step
     # Loaded state of frozen parameters, by index.
     pending_state: dict[int, _state.ParamState] = field(default_factory=dict)
-    # Of our ShardedDataParallel. Weak, because the module references the OSS.
+    # Weak, because the module references the OSS.
     reducer_ref: Callable[[], Reducer | None] = lambda: None
 
     def begin(self) -> None:
@@ -88,8 +88,8 @@ class OSS(DividedOptimizer):
     `ShardedDataParallel`. After `step`, all ranks have the parameters that the plain optimizer
     would compute.
 
-    The constructor turns parameters into views of flat memory, so move the model to its device
-    first. `state_dict` returns the plain optimizer's format. After the first step, call
+    The constructor turns parameters into views of flat memory: move the model to a device first.
+    `state_dict` returns the plain optimizer's format. After the first step, call
     `consolidate_state_dict` on all ranks beforehand.
 
     Args:
@@ -97,21 +97,20 @@ class OSS(DividedOptimizer):
         optim: class of the optimizer.
         group: the ranks that share the state; default: all.
         broadcast_buffer_size: fairscale's name for `bucket_size`; ignored unless positive.
-        broadcast_fp16: send updated parameters as float16. All ranks train with the rounded values,
-            and only owners store exact values. State dicts contain the rounded values, so a resumed
-            run starts with these. No effect with `shared_memory`.
+        broadcast_fp16: send updated parameters as float16. All ranks train with rounded values;
+            owners also store exact values. State dicts contain rounded values, with which a resumed
+            run starts. No effect with `shared_memory`.
         layout: "even" cuts parameters anywhere into equal slices, for elementwise optimizers;
             "whole" assigns each parameter to a single rank. The default depends on `optim`; see
             `.layout`.
-        shared_memory: for ranks of a single host, on CPU: read gradients and parameters from the
-            memory of other ranks instead of sending. This takes half the CPU time of sending, or
-            less.
+        shared_memory: for CPU ranks of a single host: read gradients and parameters from the memory
+            of other ranks. This takes half the CPU time of sending, or less.
         bucket_size: elements per message; default 4 Mi, more for many ranks, less for small models.
         gather_state: let `state_dict()` collect the state from all ranks, for trainers that call it
             on every rank, such as Accelerate. Each rank temporarily stores the full state in host
             memory. If some ranks do not call `state_dict()`, the other ranks raise an error.
-        **defaults: arguments of `optim`. Options that the optimizer lists in `defaults` and that
-            change its results must be equal on all ranks.
+        **defaults: arguments of `optim`. Options in the optimizer's `defaults` that change results
+            must be equal on all ranks.
 
     Attributes:
         optim: the optimizer of this rank's shard.
@@ -161,7 +160,7 @@ class OSS(DividedOptimizer):
                 self.backend = dist.get_backend(group)
         self.broadcast_fp16 = broadcast_fp16
         self._run = OSSRun()
-        # Calls add_param_group. Empty defaults: only `optim` knows which arguments are defaults.
+        # Empty defaults: only `optim` knows which arguments are defaults.
         super().__init__(params, {})
         self.layout = layout or "whole"
         if self.world_size > 1:
@@ -187,7 +186,7 @@ class OSS(DividedOptimizer):
             "values of broadcast_fp16": self.broadcast_fp16,
             "values of gather_state": gather_state,
         }
-        # Before allocating memory: collectives of different sizes would hang.
+        # Collectives of different sizes would hang.
         agree(self._workers, {**facts, **facts_of_groups(self.param_groups)}, ADVICE)
         for group in self.param_groups:
             self._shards.extend(group["params"])
@@ -218,7 +217,7 @@ class OSS(DividedOptimizer):
 
     @property
     def optim(self) -> Any:
-        """The optimizer of this rank's slices; None until the first groups are laid out."""
+        """The optimizer of this rank's slices; initially None."""
         return self._run.optim
 
     @property
@@ -251,7 +250,7 @@ class OSS(DividedOptimizer):
         self.optim.add_param_group(self._group_of_slices(len(self.param_groups) - 1))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
         self._follow_new_buckets()
-        self._run.averaged = False  # DDP does not average parameters that it has not seen
+        self._run.averaged = False  # DDP does not average new parameters
 
     def refresh_trainable(self) -> None:
         """Lay out parameters that were unfrozen. `step` calls this automatically."""
@@ -271,7 +270,7 @@ class OSS(DividedOptimizer):
                     self.optim.state[owned.data] = begun[owned.data]
             for owned in new:
                 pending.pop(owned.param, None)
-            self._run.averaged = False  # DDP does not average parameters that were frozen
+            self._run.averaged = False  # DDP does not average unfrozen parameters
 
     def _follow_moved(self) -> None:
         if self._shards.moved:
@@ -282,11 +281,11 @@ class OSS(DividedOptimizer):
         for index, group in enumerate(self.optim.param_groups):
             group["params"] = self._group_of_slices(index)["params"]
         if self._run.reducer is not None:
-            # Gradient buckets match the parameters' buckets, which have changed.
+            # Gradient buckets match the parameters' buckets.
             self._run.reducer.lay_out_buckets()
 
     def partition_parameters(self) -> list[list[ParamGroup]]:
-        """Return for each rank the parameter groups, with the tensors that the rank owns."""
+        """Return each rank's parameter groups, with owned tensors only."""
         by_rank = []
         for rank in range(self._workers.size):
             groups: list[ParamGroup] = []
@@ -298,7 +297,7 @@ class OSS(DividedOptimizer):
         return by_rank
 
     def _resize_buckets(self, elements: int) -> None:
-        """Rebuild the buckets with `elements` elements each. Only before the first step."""
+        """Rebuild the buckets. Only before the first step."""
         if elements == self._shards.largest or self._workers.size == 1:
             return
         if self._run.begun:
@@ -329,17 +328,17 @@ class OSS(DividedOptimizer):
         count_step(self)
 
     def _check_averaged(self) -> None:
-        """Raise if ranks have different gradients: in the first step, and with new parameters."""
+        """Raise if ranks have different gradients in the first step with new parameters."""
         if self._run.averaged or self._run.reducer is not None:
             return
         own = 0.0
         for i, param in enumerate(self._shards.params):
             if param.grad is not None:
-                # Weighted, so that gradients of different parameters do not give equal sums.
+                # Weights distinguish the gradients of different parameters.
                 own += float(norm(param.grad)) * (1 + i / len(self._shards.params))
         gathered = self._workers.all_gather([own], self._workers.any_device)
         by_rank = [there for (there,) in gathered]
-        # With a tolerance, as processors may differ. Comparisons with NaN are false.
+        # Processors may differ. Comparisons with NaN are false.
         if any(abs(there - by_rank[0]) > 1e-5 * abs(by_rank[0]) for there in by_rank):
             listed = ", ".join(f"rank {r}: {there:.6g}" for r, there in enumerate(by_rank[:8]))
             raise RuntimeError(
@@ -352,7 +351,7 @@ class OSS(DividedOptimizer):
         self._run.averaged = True
 
     def join_in(self) -> None:
-        """Take part in averaging gradients without a backward pass. `step` calls this."""
+        """Take part in averaging without a backward pass. `step` calls this."""
         if self._run.reducer is not None:
             self.refresh_trainable()
             self._run.reducer.complete(self._shards)
@@ -411,8 +410,8 @@ class OSS(DividedOptimizer):
     def state_dict(self, all_ranks: bool = False) -> StateDict:
         """Return the plain optimizer's state dict, after `consolidate_state_dict` on this rank.
 
-        With `all_ranks`, collect the state on all ranks first; then call this on every rank. An OSS
-        with `gather_state=True` does so if no state was collected since the last step.
+        With `all_ranks`, collect the state on all ranks first; then call this on every rank.
+        `gather_state=True` does so if no state was collected since the last step.
         """
         if self._workers.size == 1:
             return super().state_dict()
@@ -466,7 +465,6 @@ class OSS(DividedOptimizer):
 
 
 def find_oss(optimizer: Optimizer) -> OSS:
-    """Return the OSS inside scaling rules and proxies; raise a TypeError if there is none."""
     inner = find_layer(optimizer, OSS)
     if inner is None:
         raise TypeError(

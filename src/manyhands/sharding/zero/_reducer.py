@@ -1,12 +1,12 @@
-"""Copy gradients into buckets, send the buckets to their owners, and average them there.
+"""Copy gradients into buckets, send these to owners, and average them there.
 
 Within a backward pass
     arrived    a gradient is complete. It is copied into its buckets (a bucket inside a single
                gradient becomes a view instead), and `param.grad` is dropped
     launch     a full bucket is sent, in an order that all ranks share
-    finish     the other ranks' data for our slice have arrived, and the mean is computed
-    close      at the end of the pass, missing gradients count as zero. The remaining buckets are
-               sent and finished, and the means become `param.grad`
+    finish     the mean of our slice is computed from the other ranks' data
+    close      at the end of the pass, missing gradients count as zero, the remaining buckets
+               are sent and finished, and `param.grad` gets the means
 
 Tensors, and their lifetimes
     filling    per bucket: the data to send, from the first gradient until sending
@@ -41,16 +41,15 @@ from manyhands.sharding.zero._layout import ParamRange
 
 Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
 
-IN_FLIGHT = 1  # buckets sent while the next one fills: more cost memory and saved no time
+IN_FLIGHT = 1  # buckets sent while the next bucket fills; more saved no time
 
 
 class Reducer:
     """Averages gradients during backward.
 
-    `module()` is the ShardedDataParallel, or None after it was freed. Its attribute
-    `require_backward_grad_sync` at the start of a pass decides whether to average the pass. Its
-    buffers are copied at the end of each averaged pass. `wire` is the type of sent gradients;
-    default: the parameters' type.
+    `module()` is the ShardedDataParallel, or None after it was freed. `require_backward_grad_sync`
+    decides at the start of a pass whether to average the pass. An averaged pass ends with a copy of
+    rank 0's buffers. `wire` is the type of sent gradients; default: the parameters' type.
     """
 
     def __init__(
@@ -66,12 +65,12 @@ class Reducer:
         self._wire = wire
         self._hooks: list[RemovableHandle] = []
         weakref.finalize(self, _detach_hooks, self._hooks)
-        # `early`: average gradients before a scaling rule measures the mean.
+        # `early`: before a scaling rule measures the mean.
         self._passes = BackwardPasses(self, early=True)
         self._in_flight: deque[GradientBucket] = deque()
-        # The last buffer sent, for reuse: new memory costs page faults.
+        # The last sent buffer: new memory costs page faults.
         self._kept: Tensor | None = None
-        self._open = False  # whether a pass has started here and not ended
+        self._open = False  # whether a pass has not ended
         self.gave_up = False  # whether a pass has raised since the last averaged pass
         self._one_at_a_time = threading.Lock()
         self._averaged: set[Shards] = set()  # since their last step
@@ -82,7 +81,7 @@ class Reducer:
         self.params = [p for shards in self._all_shards for p in shards.params]
         self._trained = [param.requires_grad for param in self.params]
         self._buckets: list[GradientBucket] = []
-        # For each parameter: its buckets, with its range in each.
+        # For each parameter: the range in each bucket.
         self._where: list[list[tuple[GradientBucket, ParamRange]]] = [[] for _ in self.params]
         first = 0
         largest = 0  # bytes
@@ -98,7 +97,7 @@ class Reducer:
                 largest = max(largest, flat.layout.size * dtype.itemsize)
             first += len(shards.params)
         self._expected = [n for n, where in enumerate(self._where) if where and self._trained[n]]
-        reducer = weakref.proxy(self)  # hooks must not keep the reducer alive
+        reducer = weakref.proxy(self)  # avoids a cycle
         for number in self._expected:
             hook = partial(Reducer.arrived, reducer, number)
             self._hooks.append(self.params[number].register_post_accumulate_grad_hook(hook))
@@ -120,8 +119,8 @@ class Reducer:
             self.lay_out_buckets()
 
     def _start_over(self) -> None:
-        """Discard the state of the last pass, which may have failed halfway."""
-        # Receive the messages of a failed pass, which the next pass would mistake.
+        """Discard the state of the last pass, which may have failed."""
+        # The next pass must not receive messages of a failed pass.
         while self._in_flight:
             self._finish_oldest()
         self._arrived: set[int] = set()  # parameters with a gradient in this pass
@@ -134,7 +133,6 @@ class Reducer:
     # -- one backward pass ---------------------------------------------------------------------
 
     def arrived(self, number: int, _: Tensor) -> None:
-        """Take a complete gradient. Called in a hook of the parameter."""
         task = current_task()
         if task != self._passes.task:
             self._passes.enter(task)
@@ -146,7 +144,7 @@ class Reducer:
                 self._note_arrival(number)  # raises
 
     def begin_pass(self) -> None:
-        """At the first gradient of a pass, decide whether to average the pass."""
+        """Decide whether to average the pass."""
         self.gave_up |= self._open
         if self._open and self._next:  # partly sent: the other ranks wait for the rest
             self._close()
@@ -210,7 +208,7 @@ class Reducer:
         self._arrived.add(number)
 
     def _launch_full(self) -> None:
-        """Send full buckets in the common order of all ranks."""
+        """Send full buckets, in an order that all ranks share."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._order[self._next]]
             if bucket.waiting:
@@ -230,7 +228,7 @@ class Reducer:
         assert bucket.pending is not None
         with explained(self.workers):
             bucket.mean = bucket.pending.mean(self.workers.size, bucket.flat.data.dtype)
-        if bucket.copied:  # else a view of a gradient, which must not be overwritten
+        if bucket.copied:  # a view must not be overwritten
             self._kept = bucket.pending.sent
         bucket.pending = None
 
@@ -238,12 +236,12 @@ class Reducer:
 
     @torch.no_grad()
     def _close(self) -> None:
-        """Send the remaining buckets, with zeros for missing gradients, and set the means."""
+        """Send the remaining buckets, and set the means."""
         for number in self._expected:
             if number not in self._arrived:
                 self._take_gradient(number)
         self._launch_full()
-        # After all buckets, for an equal order of collectives on all ranks.
+        # After all buckets, for an equal order of collectives.
         used = self._flags_of_used()
         work = self.workers.start_all_reduce(used, largest=True)
         while self._in_flight:
@@ -269,12 +267,12 @@ class Reducer:
                     owned.add_(before)
             param.grad = grad
         if not self._agreed:
-            # From now on, send buckets in rank 0's order of completion.
+            # Send buckets in rank 0's order of completion.
             order = torch.tensor(self._filled, device=self.params[0].device)
             self.workers.broadcast_from_first([order])
             self._order = order.tolist()
             self._agreed = True
-        # Send rank 0's buffers (batch norm) here, where every rank takes part.
+        # Send rank 0's buffers here, where every rank takes part.
         module = self._module()
         if module is not None and module.broadcast_buffers:
             module.sync_buffers()
@@ -291,8 +289,7 @@ class Reducer:
         return used
 
     def _find_used(self, used: Tensor) -> list[int]:
-        """Return the parameters that any rank has used in this pass."""
-        # Read the flags only if a gradient is missing: on a GPU this is a synchronization.
+        # Reading the flags is a synchronization on a GPU.
         gave_up = self.gave_up
         self.gave_up = False
         self._open = False
@@ -324,12 +321,12 @@ class Reducer:
         self._passes.forget()
         if not (self._open and self._next):  # else send the rest of a partly sent pass
             self._start_over()
-        self.gave_up = False  # the rank takes part in the step, with zeros
+        self.gave_up = False  # this rank contributes zeros
         self._open = False
         self._close()
 
     def complete(self, shards: Shards) -> None:
-        """Before `OSS.step`: on a rank without a backward pass, average with zeros."""
+        """Before `OSS.step`, average with zeros on a rank without a backward pass."""
         unaveraged = False  # whether any gradient is not averaged
         for param, where in zip(self.params, self._where, strict=True):
             grad = param.grad
@@ -353,7 +350,7 @@ class GradientBucket:
     def __init__(self, index: int, flat: FlatBucket, shards: Shards, first: int) -> None:
         self.index = index
         self.flat = flat
-        # This rank's slice. `first` is the reducer's number of the first parameter of `shards`.
+        # `first` is the reducer's number of the first parameter.
         owned = flat.layout.owned(shards.workers.rank)
         self.owned = [(first + place.param, place) for place in owned]
         self.needed = sum(shards.params[place.param].requires_grad for place in flat.layout.ranges)

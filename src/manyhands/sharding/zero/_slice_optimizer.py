@@ -1,11 +1,10 @@
 """Step slices of parameters with the user's optimizer class.
 
-An optimizer that treats each element separately allows cuts anywhere in a parameter
-(`_optimizers/optimizers.py`). For a class that is not torch's, the default is to leave parameters
-whole, which is right for all classes that treat parameters one by one. If the user asks for cuts, a
-few steps on toy parameters, with and without cuts, must give equal results.
+Elementwise optimizers (`_optimizers/optimizers.py`) allow cuts anywhere in a parameter. For a class
+that is not torch's, the default is uncut parameters. If the user asks for cuts, a few steps on toy
+parameters must give equal results with and without cuts.
 
-The optimizer's state is tied to slices, and moves with a slice to new memory.
+Optimizer state moves with a slice to new memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from manyhands._optimizers.optimizers import can_be_divided, may_be_cut, traits_
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
 from manyhands.sharding.zero._state import move_state
 
-TURNS = 4  # parts of a step: buckets are in flight while the next part is computed
+TURNS = 4  # parts of a step, to send buckets during the next part
 
 
 def step_slices(optim: Optimizer, shards: Shards, **kwargs: Any) -> None:
@@ -38,7 +37,7 @@ def step_slices(optim: Optimizer, shards: Shards, **kwargs: Any) -> None:
 
 
 def _turns(optim: Optimizer, shards: Shards) -> list[list[FlatBucket]]:
-    """Return groups of buckets to step together: one group if step calls may be counted."""
+    """Return groups of buckets to step together."""
     buckets = shards.to_step
     # A step hook, or an unknown optimizer, would notice repeated calls per step.
     hooks = optim._optimizer_step_pre_hooks or optim._optimizer_step_post_hooks
@@ -66,7 +65,7 @@ def follow_moved(optim: Optimizer, shards: Shards) -> None:
 def choose_layout(
     kind: type[Optimizer], asked: str | None, options: Sequence[Mapping[str, object]]
 ) -> str:
-    """Return the requested or the default layout; raise if it gives wrong results."""
+    """Return the layout; raise if results would be wrong."""
     one_of("layout", asked, (None, "even", "whole"))
     if asked == "even" and not may_be_cut(kind, options):
         raise ValueError(

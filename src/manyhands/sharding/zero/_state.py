@@ -4,10 +4,10 @@ An entry of a slice's state has one of three kinds:
     like     a tensor of the slice's shape; the parameter's tensor is joined from all slices
     small    a tensor of up to `SMALL` elements (a step count), equal for all slices
     value    a plain value
-In the whole layout, where each parameter has a single owner, any other tensor is sent unchanged.
+If each parameter has a single owner, any other tensor is sent unchanged.
 
-Names, small tensors and values travel as text. Large tensors travel one by one: the recipient needs
-memory for the full state and one additional tensor.
+Ranks send names, small tensors and values as text, and large tensors individually: the recipient
+needs memory for the full state and an additional tensor.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def collect_state(
     shards: Shards, optim: Optimizer, frozen: Mapping[int, ParamState], recipient: int
 ) -> dict[int, ParamState] | None:
     """Return the state of every parameter, by index, on the recipient (-1: on every rank)."""
-    # None on a single rank. Every rank already has the state of `frozen` parameters.
+    # Every rank has the state of `frozen` parameters.
     workers = shards.workers
     if not -1 <= recipient < workers.size:
         raise ValueError(f"recipient_rank must be one of {workers.size} ranks, or -1 for all.")
     if workers.size == 1:
         return None
     here = recipient in (-1, workers.rank)
-    if not shards.params:  # equal on all ranks, so no rank waits
+    if not shards.params:
         return {} if here else None
     held = []
     for slices in shards.slices:
@@ -100,7 +100,7 @@ def collect_state(
 def _send_tensor(
     shards: Shards, own: Tensor | None, entry: Mapping[str, Any], rank: int, recipient: int
 ) -> Tensor | None:
-    """Send a tensor of rank `rank` to the recipient; return it there, flat if it is `like`."""
+    """Send a tensor of rank `rank` to the recipient, flat if `like`."""
     workers = shards.workers
     here = recipient in (-1, workers.rank)
     device = shards.params[0].device
@@ -119,7 +119,7 @@ def _send_tensor(
 
 
 def _describe(held: Sequence[ParamSlice], optim: Optimizer) -> str:
-    """Return the state of slices as text; for large tensors only dtype and shape."""
+    """Describe the state of slices; for large tensors only dtype and shape."""
     described = []
     for owned in held:
         entries: dict[str, object] = {}
@@ -155,7 +155,7 @@ def restore_options(saved: Sequence[SavedState], groups: Groups) -> None:
 def cut_state_dict(
     state_dict: SavedState, groups: Groups, shards: Shards
 ) -> tuple[StateDict, dict[int, ParamState]]:
-    """Return this rank's shard of a plain state dict, and the state of parameters without slices.
+    """Return this rank's shard, and the state of parameters without slices.
 
     Raise a ValueError on every rank if the dict belongs to different parameters.
     """
@@ -212,7 +212,6 @@ def slice_state(entries: Mapping[str, object], owned: ParamSlice, param: Tensor)
 
 
 def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> None:
-    """Raise a ValueError on every rank if a state dict belongs to different parameters."""
     check_own_shards(state_dict["state"], shards.params)
     given = [len(group["params"]) for group in state_dict["param_groups"]]
     needed = [len(group["params"]) for group in groups]
@@ -223,7 +222,7 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
         )
     foreign = [key for key in common_state(state_dict) if str(key).isdigit()]
     if foreign:
-        # These entries would be lost: JSON converts number keys to strings.
+        # JSON converts number keys to strings.
         raise ValueError(
             f"the state dict has state for {sorted(foreign, key=str)[:4]}, which is in none of its "
             "parameter groups. Pass the dict as it was saved."
@@ -245,10 +244,10 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
 def move_state(
     entries: Mapping[str, object], after: Tensor, before: Tensor | None = None
 ) -> ParamState:
-    """Return a slice's state on the device of the moved slice, and in its dtype.
+    """Return a slice's state with the device and dtype of the moved slice.
 
-    `before` is the slice before the move; entries of a different dtype are not converted, as in
-    torch. None converts all entries, for loaded state.
+    As in torch, entries with a different dtype than `before` are not converted. None converts all
+    entries, for loaded state.
     """
     moved = {}
     for name, value in entries.items():
@@ -262,7 +261,6 @@ def move_state(
 
 
 def param_indices(groups: Groups, index: int) -> range:
-    """Return the indices of a group's parameters, counted through all groups."""
     first = sum(len(group["params"]) for group in groups[:index])
     return range(first, first + len(groups[index]["params"]))
 
@@ -273,7 +271,7 @@ def param_indices(groups: Groups, index: int) -> range:
 def slice_parts(
     packed: SavedState, groups: Groups, shards: Shards, frozen: Mapping[int, ParamState]
 ) -> Iterator[OptimizerStatePart]:
-    # `packed` is the inner optimizer's state dict, `groups` the groups of the OSS.
+    # `packed` is the inner optimizer's state dict.
     for index, packed_group in enumerate(packed["param_groups"]):
         slices: list[ParamSlice] = []
         for i in param_indices(groups, index):
@@ -296,8 +294,8 @@ def slice_parts(
 class ReplicatedOSSState:
     """Named tensors and step counts from an OSS's state, for every parameter.
 
-    Costs, for each name: a tensor of the model's size on every rank, and a parameter all_gather.
-    The step counts need a host synchronization.
+    Each name costs memory of the model's size on every rank, and an all_gather of this size. The
+    step counts need a host synchronization.
     """
 
     def __init__(
@@ -309,7 +307,7 @@ class ReplicatedOSSState:
         self._shards = shards
         self._inner_state = inner_state
         self._names = list(names)
-        # (number of a buffer, entry) -> flat tensor of the entry for all parameters in the buffer
+        # (number of a buffer, entry) -> flat tensor of the entry
         self._memory: dict[tuple[int, str], Tensor] = {}
         self.state: dict[Tensor, dict[str, Any]] = {}
 
@@ -318,7 +316,7 @@ class ReplicatedOSSState:
         """Collect the current state. Call it on every rank."""
         shards = self._shards
         state = self._inner_state()
-        # Each rank fills in the counts of local slices; the maximum is the count.
+        # The maximum over ranks is the count.
         steps = torch.zeros(len(shards.params), dtype=torch.float32)
         for slices in shards.slices:
             for owned in slices:

@@ -12,7 +12,7 @@ LABEL_PADDING = -100  # cross entropy ignores this label
 
 
 def parts_of(value: Any) -> dict[Any, Any]:
-    """Return the parts of a container by key or index. Other values have no parts."""
+    """Return the parts of a container by key or index."""
     if isinstance(value, list | tuple):
         return dict(enumerate(value))
     return dict(value) if isinstance(value, MutableMapping) else {}
@@ -23,7 +23,7 @@ def is_container(value: Any) -> bool:
 
 
 def rebuilt(like: Any, parts: dict[Any, Any]) -> Any:
-    """Return a container of the type of `like` with other parts."""
+    """Return a container like `like` with other parts."""
     if isinstance(like, MutableMapping):
         new = copy.copy(like)
         new.update(parts)
@@ -34,7 +34,7 @@ def rebuilt(like: Any, parts: dict[Any, Any]) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of a nested value with each tensor changed."""
+    """Return a copy with each tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
     if not is_container(value):
@@ -44,7 +44,6 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in a nested value."""
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
@@ -62,7 +61,6 @@ def size_of(value: Any) -> int:
 
 
 def row_hashes(value: Any) -> list[str]:
-    """Return a hash of each sample."""
     size = size_of(value)
     columns = [tensor for tensor in tensors_of(value) if tensor.dim() and len(tensor) == size]
     hashes = []
@@ -76,7 +74,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a hash of a tensor's values."""
     return hashlib.blake2b(as_bytes(tensor).numpy().tobytes(), digest_size=8).hexdigest()
 
 

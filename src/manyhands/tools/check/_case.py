@@ -14,7 +14,7 @@ START_LIMIT = 1e-9  # relative distance of equal initial parameters
 @dataclass
 class Case:
     ranks: list[Recording]
-    gradient_of: Callable[[int, int, int], Tensors]  # of a single pass, by step, rank and pass
+    gradient_of: Callable[[int, int, int], Tensors]  # by step, rank and pass
     one: Recording | None = None  # of the replay
     difference: Difference | None = None  # between rank 0 and the replay
 
@@ -24,14 +24,13 @@ class Case:
 
     @cached_property
     def unequal_start(self) -> list[str]:
-        """The parameters and buffers with different initial values."""
         return unequal([record.start for record in self.ranks], START_LIMIT)
 
     @cached_property
     def untrained_copies(self) -> set[str]:
         """The names in `unequal_start` that no optimizer has and no backward pass reaches.
 
-        A weight average may start with different values if the first update overwrites it.
+        The first update may overwrite an unequal weight average.
         """
         trained: set[str] = set()
         for record in self.ranks:
@@ -45,7 +44,7 @@ class Case:
         return [name for name in names if name not in self.untrained_copies]
 
     def pair(self) -> tuple[SeenStep, SeenStep, Difference]:
-        """Return the first different step on rank 0 and in the replay, with the difference."""
+        """Return the first different step of rank 0 and of the replay, with the difference."""
         assert self.one is not None and self.difference is not None
         number = self.difference.step
         return self.steps[number], self.one.steps[number], self.difference

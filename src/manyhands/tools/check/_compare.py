@@ -1,8 +1,8 @@
 """Measure the distance between two runs, step by step.
 
 Distances are relative: of a gradient to the largest element, of a parameter to the movement in the
-step. Distances of parameters omit elements with gradients that consist of rounding, because Adam
-makes a full step from rounding. Examples are biases of keys in attention, and biases before a norm.
+step. Distances of parameters omit elements with rounding as gradients, because Adam makes a full
+step from rounding. Examples: biases of keys in attention, and biases before a norm.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from manyhands.tools.check._records import Recording, Tensors
 
-ROUNDING = 1e-9  # a gradient below this part of the largest gradient is rounding
-PARAMETER_FLOOR = 1e-2  # the least scale of a parameter, as a part of the largest movement
-GRADIENT_FLOOR = 1e-4  # the least scale of a gradient, as a part of the largest gradient
+ROUNDING = 1e-9  # gradients below this part of the largest gradient are rounding
+PARAMETER_FLOOR = 1e-2  # least scale, as a part of the largest movement
+GRADIENT_FLOOR = 1e-4  # least scale, as a part of the largest gradient
 TINY = 1e-30  # replaces a scale of zero
 
 
@@ -35,7 +35,7 @@ class Difference:
 def compare(
     ranks: Recording, one: Recording, tolerance: float
 ) -> tuple[list[float], Difference | None]:
-    """Return the largest distance in each step up to the first difference, with the difference."""
+    """Return each step's largest distance, with the first difference."""
     largest = list[float]()
     rounding: Tensors = {}
     previous = one.start
@@ -56,7 +56,6 @@ def compare(
 
 
 def size(tensor: Tensor | None) -> float:
-    """Return the largest finite magnitude in a tensor."""
     if tensor is None:
         return 0.0
     finite = tensor[tensor.isfinite()]
@@ -70,7 +69,7 @@ def largest_size(tensors: Tensors) -> float:
 def distance(x: Tensor | None, y: Tensor | None, scale: float, rounding: float = 0.0) -> float:
     """Return the size of the difference, less `rounding`, relative to a scale.
 
-    The distance is infinite if an element is finite in only one of the tensors.
+    Infinite if an element is finite in only one tensor.
     """
     if x is None or y is None or x.shape != y.shape:
         return float(size(x) > 0 or size(y) > 0)
@@ -80,7 +79,6 @@ def distance(x: Tensor | None, y: Tensor | None, scale: float, rounding: float =
 
 
 def gradient_distances(a: Tensors, b: Tensors) -> dict[str, float]:
-    """Return the distance of each tensor. If `a` or `b` is empty, return no distances."""
     if not a or not b:
         return {}
     floor = GRADIENT_FLOOR * (largest_size(b) or TINY)
@@ -92,7 +90,7 @@ def gradient_distances(a: Tensors, b: Tensors) -> dict[str, float]:
 
 
 def mark_rounding(a: Tensors, b: Tensors, rounding: Tensors) -> None:
-    """Mark in `rounding` the elements with gradients that are rounding in both runs."""
+    """Mark elements with rounding as gradients in both runs."""
     limit = ROUNDING * largest_size(b)
     for name, y in b.items():
         x = a.get(name)
@@ -104,7 +102,6 @@ def mark_rounding(a: Tensors, b: Tensors, rounding: Tensors) -> None:
 def parameter_distances(
     a: Tensors, b: Tensors, previous: Tensors, rounding: Tensors
 ) -> dict[str, float]:
-    """Return the distance of each parameter. If `a` is empty, return no distances."""
     if not a:
         return {}
     moves = {name: b[name] - previous[name] for name in b if name in previous}
@@ -121,7 +118,7 @@ def parameter_distances(
 
 
 def unequal(tensors: list[Tensors], limit: float = 1e-6) -> list[str]:
-    """Return the names of tensors with a distance from the first rank above `limit`."""
+    """Return the names with a distance from the first rank above `limit`."""
     names: dict[str, None] = {}
     for other in tensors[1:]:
         for name, distance in gradient_distances(other, tensors[0]).items():

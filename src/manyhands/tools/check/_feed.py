@@ -1,8 +1,8 @@
 """Supply a replay with the ranks' batches.
 
-Each rank writes a file with the batches of each loader. Entry "" has the inputs of outermost
-modules and the loss, for each backward pass. Entry `NOISE` has random numbers from generators of
-the script.
+Each rank writes a file with the batches of each loader. For each backward pass, entry "" has the
+inputs of outermost modules and the loss, and entry `NOISE` has random numbers from the script's
+generators.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ class FeedPlan:
     """The assignment of the ranks' batches to batches of a replay.
 
     joined: batch i of all ranks is a single batch.
-    split: batch i of rank 0, then of rank 1, and so on. The script makes a pass for each batch.
+    split: batch i of rank 0, then of rank 1, and so on, each with a pass.
     apart: like split, but the optimizer steps only after the last rank.
     whole: each pass receives all samples of the step.
     """
@@ -33,12 +33,12 @@ class FeedPlan:
     how: str
     order: tuple[int, ...]  # of the ranks
     calls: bool = False  # replace the inputs of modules, not the batches of loaders
-    only: tuple[int, int, int] | None = None  # a step, and the only rank and pass that it sees
+    only: tuple[int, int, int] | None = None  # step, with its only rank and pass
     rates: bool = False  # use the ranks' learning rates, and gains of a scaling rule
 
     @property
     def times(self) -> int:
-        """The number of batches per batch of a rank."""
+        """Batches per batch of a rank."""
         return len(self.order) if self.how in ("split", "apart") else 1
 
     def parts(
@@ -74,12 +74,12 @@ class Feed:
         self.ranks = ranks
         self.steps = ranks.pass_ranges()
         self.loaders = ranks.training_loaders()
-        self.epochs = Counter[str]()  # number of iterations, by loader
+        self.epochs = Counter[str]()  # iterations, by loader
         self.sizes = list[int]()  # of the parts of the latest batch
         self.seen_pass = -1
         self.inputs: Iterator[Tensor] = iter(())  # remaining tensors of this pass
         self.noise_pass = -1
-        self.draw = 0  # number of the next draw in that pass
+        self.draw = 0  # next draw in that pass
         self.sources = list[dict[str, list[Any]]]()  # the file of each rank
 
     def waits(self, step: int, passes: int) -> bool:
@@ -88,7 +88,7 @@ class Feed:
         return passes < self.steps[step][1] * self.plan.times
 
     def length(self, key: str, own: int) -> int:
-        """Return the length of a rank's loader. The script may derive schedules from it."""
+        """Return the length of a rank's loader, for schedules."""
         length = self.loaders[key].length if key in self.loaders else None
         if not length:
             return own
@@ -98,7 +98,6 @@ class Feed:
         return key in self.loaders and not self.plan.calls
 
     def epoch(self, key: str) -> Iterator[Any]:
-        """Yield the batches of a loader's next epoch."""
         loader = self.loaders[key]
         number = self.epochs[key]
         self.epochs[key] += 1
@@ -111,14 +110,12 @@ class Feed:
             yield self._batch(key, batch, before)
 
     def exchange(self, tensor: Tensor, number: int) -> Tensor:
-        """Return the ranks' tensor for the next input of pass `number`."""
         if number != self.seen_pass:
             self.seen_pass = number
             self.inputs = iter(self._batch("", number, 0))
         return next(self.inputs, tensor)
 
     def noise(self, drawn: Tensor, number: int) -> Tensor:
-        """Return the ranks' random numbers for the next draw of pass `number`."""
         if number != self.noise_pass:
             self.noise_pass = number
             self.draw = 0
@@ -134,7 +131,7 @@ class Feed:
         return parts[0] if parts[0].shape == drawn.shape else drawn
 
     def _source(self, rank: int) -> dict[str, list[Any]]:
-        """Return the file of a rank. Read it after the script has defined classes of batches."""
+        """Return the file of a rank. The script must have defined the classes of batches."""
         while len(self.sources) <= rank:
             self.sources.append(read(self.folder / f"source{len(self.sources)}.pt"))
         return self.sources[rank]

@@ -1,8 +1,7 @@
 """Copy each file before a process changes it, and restore the files after the run.
 
-All runs must find equal files, and files of the user must not change. Before a process writes,
-removes or renames a file, the check copies the file into a folder that all processes of the run
-share. Caches are not restored.
+All runs must find equal files. The user's files must not change. Before a process writes, removes
+or renames a file, the check copies the file into a folder of the run. Caches are not restored.
 
     kept/<hash of the path>/path    the path of the file
     kept/<hash of the path>/copy    the content; missing if there was no file
@@ -28,7 +27,7 @@ NO_FOLDER = -1  # the descriptor in an event if the path is relative to no open 
 
 
 def keep_files(folder: Path) -> None:
-    """Copy each file before this process or a forked process changes the file."""
+    """Copy each file before this process or a fork changes the file."""
     kept = folder / "kept"
     kept.mkdir(exist_ok=True)
     inside = threading.local()  # set while `keep` opens files
@@ -72,7 +71,7 @@ def keep_files(folder: Path) -> None:
 
 
 def _absolute(path: Any, parent: int, follow: bool) -> Path:
-    """Return an absolute path, which may be relative to the open folder `parent`."""
+    """Return the absolute path of a path relative to the open folder `parent`."""
     start = os.getcwd() if parent == NO_FOLDER else os.readlink(f"/proc/self/fd/{parent}")
     folder, name = os.path.split(os.path.join(start, os.fsdecode(path)))
     full = os.path.join(os.path.realpath(folder), name)
@@ -80,7 +79,7 @@ def _absolute(path: Any, parent: int, follow: bool) -> Path:
 
 
 def _keep(path: Path, kept: Path) -> None:
-    """Copy a file at the first change, or note that the file is missing."""
+    """Copy a file, or note that the file is missing."""
     if path.parts[1] in ("dev", "proc") or not CACHES.isdisjoint(path.parts):
         return
     if kept.parents[1] in path.parents:  # files of the check
@@ -89,7 +88,7 @@ def _keep(path: Path, kept: Path) -> None:
     exists = os.path.lexists(path)
     if entry.exists() or (exists and not path.is_file() and not path.is_symlink()):
         return
-    # Not tempfile: the first call opens a file, which calls this function, while holding a lock.
+    # Not tempfile: its first call opens a file, and thereby calls this function, under a lock.
     new = kept.parent / f"{entry.name}-{os.getpid()}-{threading.get_ident()}"
     new.mkdir()
     (new / "path").write_bytes(bytes(path))
@@ -105,7 +104,6 @@ def _keep(path: Path, kept: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Restore all files after the end of the processes."""
     made = []
     for entry in (folder / "kept").glob("*"):
         path = Path(os.fsdecode((entry / "path").read_bytes()))

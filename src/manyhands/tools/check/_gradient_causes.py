@@ -13,7 +13,7 @@ from manyhands.tools.check._report import Finding, describe, finding
 
 LEAST_LIMIT = 1e-4  # relative error of a factor or of weights that explain a gradient
 EQUAL_FACTORS = 1e-3  # relative difference of equal factors or weights
-MOST_RUNS = 16  # to measure the gradient of each pass of each rank
+MOST_RUNS = 16  # to measure gradients
 
 
 def limit_of(difference: Difference) -> float:
@@ -48,7 +48,7 @@ def other_update(case: Case) -> Finding | None:
 
 
 def scaled(case: Case) -> Finding | None:
-    """Find gradients that are missing, or multiples of the replay's gradients."""
+    """Find missing gradients, or multiples of the replay's gradients."""
     a, b, difference = case.pair()
     gradients = getattr(a, difference.kind)
     references = getattr(b, difference.kind)
@@ -79,7 +79,7 @@ def scaled(case: Case) -> Finding | None:
 
 
 def constant_factor(case: Case, factor: float) -> Finding:
-    """Describe a common factor of all gradients, with the likely reason."""
+    """Describe a common factor of all gradients."""
     step = case.pair()[0]
     ranks = len(case.ranks)
     passes = max(len(step.passes), 1)
@@ -104,9 +104,9 @@ def constant_factor(case: Case, factor: float) -> Finding:
 def weights(case: Case) -> tuple[Tensor, Tensor] | None:
     """Return the weight of each rank and pass, in the ranks' and in the replay's gradient.
 
-    In a mean over ranks and passes, all weights are 1. The weights are a least-squares solution for
-    the gradients of single passes of single ranks. Return None if the ranks' gradient is no
-    weighted sum of these gradients. If the replay's gradient is no such sum, its weights are NaN.
+    In a mean, all weights are 1. The weights are a least-squares solution for the gradients of
+    single passes of single ranks. Return None if the ranks' gradient is no weighted sum of these.
+    Weights are NaN if the replay's gradient is no such sum.
     """
     a, b, difference = case.pair()
     ranks = len(case.ranks)

@@ -13,9 +13,9 @@ class CheckedScript:
     steps: int = 5
     float64: bool = True
     module: bool = False  # `script` is the name of a module, as for `python -m`
-    short: bool = True  # shorten epochs, so that the steps belong to two epochs
+    short: bool = True  # shorten epochs, to reach a second epoch
     accelerators: int = 0  # visible to the script; the CPU simulates each
-    grouped: bool = False  # make a process group, which the script makes only for more ranks
+    grouped: bool = False  # make a process group on a single rank
 
     @property
     def folder(self) -> Path:

@@ -1,11 +1,11 @@
 """Run a script on multiple ranks, replay their batches in a single process, and find a cause.
 
 1. The ranks run under the recorder. Some causes are visible in the ranks' records.
-2. A replay is a run of a single process with the ranks' batches. Batches are joined if possible.
-   Otherwise the replay receives batch after batch. The optimizer waits for the last batch.
-3. If steps have multiple passes, a further replay has all samples of the step in each pass.
-4. After a difference, replays show whether the order of batches, the learning rates or the weights
-   of ranks and passes explain the difference.
+2. A replay is a run of a single process with the ranks' batches, joined if possible. Otherwise the
+   optimizer waits for the last batch.
+3. For steps with multiple passes, a replay has all samples of the step in each pass.
+4. Further replays look for an explanation of a difference: the order of batches, the learning
+   rates, or the weights of ranks and passes.
 """
 
 import tempfile
@@ -37,7 +37,7 @@ from manyhands.tools.check._runs import NotJudged, Runs
 # Relative distances that count as rounding.
 TIGHT = 1e-6  # in float64
 NATIVE = 2e-4  # in the script's precision
-WHOLE_STEPS = 1e-5  # between passes with all samples and passes with a part of them
+WHOLE_STEPS = 1e-5  # between passes with all and with some samples
 CAP = 3e-2  # the script is not judged if rounding is larger
 
 
@@ -54,8 +54,8 @@ def check_script(
 ) -> Verdict:
     """Return whether a script or module trains on multiple ranks as in a single process.
 
-    Runs use float64, or the script's precision if `float64` is False. None selects the script's
-    precision only if float64 fails. `allow` has names of accepted `EXCEPTIONS`.
+    Runs use float64, or the script's precision if `float64` is False, or, with None, if float64
+    fails. `allow` has names of accepted `EXCEPTIONS`.
     """
     job = CheckedScript(script, tuple(arguments), steps, float64 is not False, module)
     deadline = time.monotonic() + seconds
@@ -68,7 +68,6 @@ def check_script(
 
 
 def _attempt_both(runs: Runs, fall_back: bool) -> Verdict:
-    """Judge a script, with simulated accelerators if necessary."""
     job = runs.job
     check = Check(runs)
     check.attempt(fall_back)
@@ -88,17 +87,14 @@ def _attempt_both(runs: Runs, fall_back: bool) -> Verdict:
 
 
 class Check:
-    """Compares the runs of a script, and makes the verdict."""
-
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self.verdict = Verdict(UNKNOWN, ranks=runs.world)
         self.case = Case([], runs.gradient_of)
-        self.floor = TIGHT  # the largest distance that is rounding
+        self.floor = TIGHT  # larger distances are differences
         self.largest: list[float] = []  # largest distance in each step
 
     def attempt(self, fall_back: bool) -> None:
-        """Judge, or note why this is impossible."""
         try:
             self.judge(fall_back)
         except NotJudged as reason:
@@ -106,7 +102,6 @@ class Check:
             self.verdict.reason = str(reason)
 
     def needs_accelerators(self) -> bool:
-        """Return whether accelerators could change the verdict."""
         unaveraged = any(found.cause == "not averaged" for found in self.verdict.findings)
         return self.runs.asked and (self.verdict.code == UNKNOWN or unaveraged)
 
@@ -149,7 +144,6 @@ class Check:
         self.verdict.notes.append("blocks: ranks step alone, and are equal after a round.")
 
     def judge_values(self) -> None:
-        """Compare the ranks with replays."""
         self.check_movement()
         one = self.runs.first_replay()
         self.verdict.code = EQUAL
@@ -194,7 +188,7 @@ class Check:
             raise NotJudged(f"all samples are equal. {advice}")
 
     def explain(self, reproducible: bool) -> None:
-        """Find the cause of a difference, such as a loss that couples samples."""
+        """Find the cause of a difference."""
         if reproducible and self.find(GRADIENT_CAUSES):
             return
         if self.judge_coupled():
@@ -213,7 +207,7 @@ class Check:
         self.differs(finding("unknown", "none of the known causes"))
 
     def judge_coupled(self) -> bool:
-        """Judge by a replay without joined batches, and return whether this explains all."""
+        """Judge by a replay without joined batches, for a loss that couples samples."""
         plan = replace(self.runs.plan, how="apart")
         if plan == self.runs.plan:
             return False
@@ -229,13 +223,13 @@ class Check:
         return True
 
     def compare(self, one: Recording) -> bool:
-        """Return whether the ranks differ from a replay, and note the difference."""
+        """Return whether the ranks differ from a replay."""
         self.case.one = one
         self.largest, self.case.difference = compare(self.case.ranks[0], one, self.floor)
         return self.case.difference is not None
 
     def find(self, hypotheses: Sequence[Hypothesis]) -> bool:
-        """Add the first finding of the hypotheses, and return whether any exists."""
+        """Add the first finding, and return whether any exists."""
         for hypothesis in hypotheses:
             found = hypothesis(self.case)
             if found is not None:
@@ -244,7 +238,7 @@ class Check:
         return False
 
     def measure_rounding(self, one: Recording) -> bool:
-        """Raise the floor to the effect of the ranks' order, and return whether it is small."""
+        """Raise the floor to the effect of the ranks' order; return whether this is small."""
         reverse = self.runs.replay(replace(self.runs.plan, order=self.runs.plan.order[::-1]))
         if reverse is not None:
             largest, difference = compare(reverse, one, CAP)
@@ -254,7 +248,7 @@ class Check:
         return True
 
     def allow_rates(self, plain: Recording) -> None:
-        """Accept rates that depend on the number of ranks, with a note or an exception."""
+        """Accept rates that depend on the number of ranks."""
         name = self.name_rates(plain)
         if not name:
             return

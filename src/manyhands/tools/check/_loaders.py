@@ -24,7 +24,7 @@ LONGEST = 100_000  # noted indices of an epoch
 
 
 class LoaderRecorder:
-    """Records the loaders of a process. In a replay, returns the ranks' batches."""
+    """Records the loaders of a process, or returns the ranks' batches."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class LoaderRecorder:
         self.record = record
         self.feed = feed
         self.noise = noise
-        self.limit = limit  # steps of an epoch, or None for full epochs
+        self.limit = limit  # steps of an epoch; None: full epochs
         self.cast = cast  # to the precision of the run
         self.place = place  # returns the script's current line
         self.batches: dict[str, list[Any]] = {}  # by loader
         self.datasets: dict[str, Dataset[Any]] = {}  # of each loader
         self.latest = SeenBatch()
-        self.since_pass: set[str] = set()  # loaders with a batch since the last backward pass
+        self.since_pass: set[str] = set()  # with a batch since the last pass
 
     def patch(self) -> None:
         wrap(DataLoader, "__init__", self._init)
@@ -53,7 +53,7 @@ class LoaderRecorder:
         patch_indices()
 
     def note_pass(self) -> None:
-        """Mark the loaders with a batch for the backward pass as training loaders."""
+        """Mark the loaders with a batch since the last pass as training loaders."""
         for key in self.since_pass:
             self.record.loaders[key].trains = True
         self.since_pass.clear()
@@ -61,14 +61,14 @@ class LoaderRecorder:
     def describe_datasets(self) -> None:
         """Describe each data set by a few samples without noise.
 
-        Call this method last: worker processes must not share files that a data set opens here.
+        Call this last: worker processes must not share files that a data set opens here.
         """
         self.noise.thaw()
         for key, dataset in self.datasets.items():
             seen = self.record.loaders[key]
             if not seen.trains:
                 continue
-            with suppress(Exception):  # no index or length; batches are compared by values
+            with suppress(Exception):  # no index or length
                 size = len(dataset)  # type: ignore[arg-type]
                 found: list[Any] = [size]
                 for index in (0, (size - 1) // 2, size - 1):
@@ -129,10 +129,10 @@ class LoaderRecorder:
             self.noise.freeze()
             yield batch
             self.noise.thaw()
-        self.since_pass.discard(key)  # an evaluation that did not switch gradients off
+        self.since_pass.discard(key)  # an evaluation with gradients enabled
 
     def _is_long(self, key: str, batches: int, steps: int) -> bool:
-        """Return whether to end an epoch, after these batches and since step `steps`."""
+        """Return whether to end an epoch that began at step `steps`."""
         if self.limit is None or (self.feed is not None and self.feed.replaces(key)):
             return False
         if not torch.is_grad_enabled():
@@ -141,7 +141,7 @@ class LoaderRecorder:
         return max(made.values(), default=0) >= self.limit
 
     def _read_on(self, batches: Any, batch: Any, rest: SeenBatch) -> None:
-        """Note samples of a shortened epoch after the cut, which ranks may share."""
+        """Note samples after the end of a shortened epoch."""
         with suppress(StopIteration):
             for _ in range(READ_ON):
                 rest.hashes += row_hashes(map_tensors(batch, self.cast))
@@ -157,14 +157,12 @@ class LoaderRecorder:
 
 
 def copy_of(tensor: Any) -> Tensor:
-    """Return a copy of a tensor, distributed or not."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor.detach().clone()
 
 
 def patch_indices() -> None:
-    """Make the iterators of loaders note the drawn indices."""
     wrap(_BaseDataLoaderIter, "_reset", _reset)
     wrap(_BaseDataLoaderIter, "_next_index", _next_index)
 

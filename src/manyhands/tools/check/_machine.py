@@ -1,7 +1,7 @@
 """Replace GPUs, NCCL, compilation and low precisions in a process of a run.
 
-CUDA devices become the CPU, NCCL becomes gloo, and functions are not compiled. Lower precisions
-become float64, which reduces rounding by a factor of a billion.
+The CPU replaces CUDA devices, gloo replaces NCCL, and functions are not compiled. float64 replaces
+lower precisions, and reduces rounding by a factor of a billion.
 """
 
 import functools
@@ -26,10 +26,10 @@ ACCELERATOR = torch.device("cuda")  # a script may read the type
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function in this process. `around` receives the original as first argument."""
+    """Replace a function. `around` receives the original as first argument."""
     original = getattr(owner, name)
 
-    @functools.wraps(original, updated=())  # other libraries read names and signatures
+    @functools.wraps(original, updated=())  # libraries read names and signatures
     def replaced(*args: Any, **named: Any) -> Any:
         return around(original, *args, **named)
 
@@ -37,7 +37,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def wrap_step(optimizer: Any, around: Callable[..., Any]) -> None:
-    """Replace the step of an optimizer's class, unless it was replaced."""
+    """Replace the step of an optimizer's class once."""
     kind: Any = type(optimizer)
     if not hasattr(kind.step, "of_check"):
         wrap(kind, "step", around)
@@ -89,7 +89,7 @@ class Machine(TorchFunctionMode):
         return result
 
     def replace_all(self, args: Any, named: Any, key: str) -> tuple[Any, Any]:
-        """Replace devices and precisions. `key` is the keyword of positional arguments."""
+        """Replace devices and precisions. Positional arguments get the keyword `key`."""
         args = [self.replace(value, key) for value in args]
         named = {name: self.replace(value, name) for name, value in named.items()}
         return args, named
@@ -105,7 +105,7 @@ class Machine(TorchFunctionMode):
 
 
 def patch(rank: Rank, job: CheckedScript) -> Machine:
-    """Replace everything that needs a GPU in this process, and return the active mode."""
+    """Replace everything that needs a GPU, and return the active mode."""
     mode = Machine(job.float64)
     module = torch.nn.Module
     parallel = torch.nn.parallel.DistributedDataParallel
@@ -158,7 +158,7 @@ def patch(rank: Rank, job: CheckedScript) -> Machine:
 def _patch_accelerators(mode: Machine, count: int) -> None:
     """Simulate `count` GPUs on the CPU, and note questions for GPUs.
 
-    Libraries receive the true answer.
+    Libraries get the true answer.
     """
 
     def is_available(ask: Any, *args: Any) -> bool:
@@ -180,7 +180,7 @@ def _patch_accelerators(mode: Machine, count: int) -> None:
 
 
 def _patch_precision() -> None:
-    """Convert modules to float64 instead of a lower precision, and switch autocast off."""
+    """Replace lower precisions by float64, and switch autocast off."""
 
     def disabled(begin: Any, self: Any, *_: Any, **__: Any) -> None:
         begin(self, device_type="cpu", dtype=torch.bfloat16, enabled=False)
@@ -200,11 +200,11 @@ def _patch_precision() -> None:
 
 
 def _patch_groups(rank: Rank) -> None:
-    """Use gloo for groups, the CPU for meshes, and this process for spawned processes."""
+    """Replace groups, meshes and spawned processes."""
     world = rank.world
 
     def init(begin: Any, *_: Any, timeout: Any = None, **__: Any) -> None:
-        # The parent has opened the port, so that no other program can take it.
+        # The parent has opened the port, which no other program can take.
         listener = os.dup(rank.listener) if rank.number == 0 else None
         store = dist.TCPStore(
             "127.0.0.1",
@@ -233,7 +233,7 @@ def _patch_groups(rank: Rank) -> None:
             )
         if nprocs not in (0, world) and world > 1:
             raise ValueError(f"the script spawns {nprocs} processes. Give --ranks {nprocs}.")
-        # In a replay, also replace an argument equal to the number of processes.
+        # In a replay, an argument may be the number of processes.
         function(rank.number, *(world if type(a) is int and a == nprocs else a for a in args))
 
     for owner in (dist, dist.distributed_c10d):
@@ -245,7 +245,7 @@ def _patch_groups(rank: Rank) -> None:
 
 
 def synchronized_norm(_: Any, module: Any, x: Tensor) -> Tensor:
-    """Normalize with the statistics of all ranks. Batches must have equal sizes."""
+    """Normalize with the statistics of all ranks, for equal batch sizes."""
     training = module.training or module.running_mean is None
     stored = (module.weight, module.bias, module.running_mean, module.running_var)
     momentum = module.momentum or 0.1

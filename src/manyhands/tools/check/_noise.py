@@ -33,9 +33,9 @@ class FrozenNoise:
     def __init__(self, exchange: Callable[[Tensor], Tensor]) -> None:
         self.exchange = exchange  # of random numbers from a generator of the script
         self.frozen = False
-        self.step = 0  # of the optimizer; each step draws different numbers
+        self.step = 0  # of the optimizer
         self.used: set[str] = set()  # kinds of replaced numbers
-        # The script's states of `random` and numpy, while these are frozen.
+        # The script's states of `random` and numpy.
         self.python: tuple[Any, Any] | None = None
 
     def patch(self) -> None:
@@ -54,7 +54,7 @@ class FrozenNoise:
             wrap(torch, name, self._draw_rows)
 
     def freeze(self) -> None:
-        """Draw equal numbers for all samples and ranks, also with `random` and numpy."""
+        """Draw equal numbers, also with `random` and numpy."""
         self.frozen = True
         if self.python is None:
             self.python = (random.getstate(), numpy.random.get_state())
@@ -62,7 +62,6 @@ class FrozenNoise:
         numpy.random.seed(self.step)
 
     def thaw(self) -> None:
-        """Draw unchanged numbers."""
         self.frozen = False
         if self.python is not None:
             random.setstate(self.python[0])
@@ -85,7 +84,7 @@ class FrozenNoise:
         return attention(query, key, value, attn_mask, 0.0, *args, **named)
 
     def _replaces(self, named: dict[str, Any]) -> bool:
-        """Return whether to replace a draw, and note the replacement."""
+        """Return whether to replace a draw."""
         if not self.frozen or named.get("generator") is not None:
             return False
         self.used.add("noise")
@@ -98,7 +97,7 @@ class FrozenNoise:
             torch.default_generator.manual_seed(zlib.crc32(repr((self.step, *key)).encode()))
             yield
 
-    # Each method makes the original draw first, so that the random state advances as usual.
+    # Each method makes the original draw first, to advance the random state.
 
     def _draw(self, draw: Any, *args: Any, **named: Any) -> Any:
         out = draw(*args, **named)
@@ -111,7 +110,7 @@ class FrozenNoise:
             return torch.arange(len(out), dtype=out.dtype)
         row = out[:1] if out.dim() else out
         with torch.no_grad(), self._seeded(name, *row.shape):
-            if name in ("randn", "randn_like"):  # whose values depend on the number of rows
+            if name in ("randn", "randn_like"):  # values depend on the number of rows
                 row = NORMAL(torch.empty_like(row))
             elif name in FILLS:
                 row = draw(torch.empty_like(row), *args[1:], **named)

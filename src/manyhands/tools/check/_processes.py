@@ -1,9 +1,8 @@
 """Start the processes of a run, wait for the end, and read the records.
 
-Ranks are forked from this process, which has imported torch. In a check of the ranks, only rank 0
-is a fork. Other ranks start in new interpreters, because ranks must differ in the seed of Python's
-string hashes. A run ends when all processes have written a record, a process fails, or no process
-computes.
+Ranks are forks of this process, which has imported torch. In a check of the ranks, ranks above 0
+start in new interpreters, to get different seeds of Python's string hashes. A run ends when all
+processes have written a record, a process fails, or no process computes.
 """
 
 import os
@@ -41,12 +40,11 @@ class Rank:
     number: int
     world: int
     out: Path  # folder of the run
-    listener: int  # descriptor of the socket for rank 0's store; valid in rank 0
+    listener: int  # descriptor of the socket for the store, in rank 0
     port: int  # of the listener
     end: int  # descriptor of a pipe that the parent closes at the end of the run
 
     def set_up(self) -> None:
-        """Set the session, streams and torchrun's environment of this process."""
         if os.getsid(0) != os.getpid():
             os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -78,12 +76,10 @@ class Rank:
         new.rename(self.out / name)
 
     def leave(self, record: object) -> NoReturn:
-        """Publish the record, and exit at the end of the run."""
         self.publish(f"record{self.number}.pt", record)
         self._wait_and_exit()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Publish why the script ended, and exit at the end of the run."""
         if isinstance(error, SystemExit):
             reason = f"the script ended with exit code {error.code}"
         else:
@@ -98,7 +94,7 @@ class Rank:
 
 
 class RankJob(Protocol):
-    """The work of a rank, which ends with `Rank.leave`."""
+    """The work of a rank; ends with `Rank.leave`."""
 
     def run(self, rank: Rank) -> None: ...
 
@@ -121,9 +117,9 @@ class CheckRun(Generic[Record]):
         return bool(self.errors) or self.hangs or self.late
 
     def last_output(self, rank: int = 0) -> str:
-        """Return the last lines that a rank has printed."""
+        """Return the last lines of a rank's output."""
         file = self.folder / f"output{rank}.txt"
-        if not file.exists():  # the process ended before the script's start
+        if not file.exists():  # the script did not start
             return ""
         output = file.read_text(errors="replace")
         return " / ".join(filter(str.strip, output.splitlines()[-3:]))
@@ -134,7 +130,7 @@ class CheckRun(Generic[Record]):
             return f"{where}, the script exceeds the time limit. Raise --timeout."
         if self.hangs:
             return f"{where}, the script hangs."
-        # After a failure, other ranks report lost connections, which are not the cause.
+        # After a failure, other ranks report lost connections.
         causes = [rank for rank, text in self.errors.items() if "Connection" not in text]
         rank = min(causes or self.errors)
         text = self.errors[rank]
@@ -149,7 +145,7 @@ class CheckRun(Generic[Record]):
             for sign, tip in ADVICE.items():
                 if sign in text:
                     advice += tip
-        elif self.last_output(rank):  # the process ended without a traceback
+        elif self.last_output(rank):  # no traceback
             advice = f" Last output: {self.last_output(rank)}"
         return f"{where}, rank {rank} failed: {last}{place}.{advice}"
 
@@ -159,7 +155,7 @@ def run(
 ) -> CheckRun[Any]:
     """Run a job on `world` ranks, and return the records.
 
-    Ranks are forks of this process. If `new_interpreters`, only rank 0 is a fork.
+    With `new_interpreters`, only rank 0 is a fork.
     """
     reading, writing = os.pipe()
     processes: list[int] = []
@@ -178,7 +174,7 @@ def run(
                 processes.insert(number, process)
             found = _wait_for(processes, out, time.monotonic() + seconds)
         finally:
-            os.close(writing)  # ranks that are done exit by themselves
+            os.close(writing)  # finished ranks exit by themselves
             _kill(processes)
             os.close(reading)
     if not found.failed:
@@ -187,7 +183,7 @@ def run(
 
 
 def _start_rank(job: RankJob, rank: Rank) -> int:
-    """Start a rank in a new interpreter, and return the process."""
+    """Start a rank in a new interpreter."""
     os.set_inheritable(rank.end, True)
     command = f"from {__name__} import run_started_rank; run_started_rank()"
     file = rank.out / f"rank{rank.number}.pt"
@@ -197,7 +193,6 @@ def _start_rank(job: RankJob, rank: Rank) -> int:
 
 
 def run_started_rank() -> NoReturn:
-    """Run the rank of `_start_rank`."""
     if sys.path[0] == "":
         sys.path.pop(0)  # the working folder, which `python -c` adds
     job, rank = read(Path(sys.argv[1]))
@@ -206,7 +201,7 @@ def run_started_rank() -> NoReturn:
 
 
 def _kill(processes: list[int]) -> None:
-    """Kill the processes of a run, with the processes that they started."""
+    """Kill the processes of a run, with all children."""
     for process in processes:
         for kill in (os.killpg, os.kill):  # a fork may not have made its session yet
             with suppress(ProcessLookupError):
@@ -226,7 +221,6 @@ def _run_rank(job: RankJob, rank: Rank) -> NoReturn:
 
 
 def _wait_for(processes: list[int], out: Path, deadline: float) -> CheckRun[Any]:
-    """Wait for a record of every process, or for an error."""
     found = CheckRun[Any](out)
     records = [out / f"record{rank}.pt" for rank in range(len(processes))]
     worked = -1.0  # seconds of processor time at the latest sign of work
@@ -275,7 +269,7 @@ def _work(processes: list[int]) -> tuple[float, bool]:
 
 
 def import_optimizers() -> None:
-    """Make an optimizer. The first optimizer imports torch._dynamo, which takes a second."""
+    """Import torch._dynamo, which takes a second, with a first optimizer."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
 
@@ -297,7 +291,7 @@ def run_script(job: CheckedScript) -> None:
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """Compute on one thread. A process that is forked beside OpenMP's threads may hang."""
+    """Compute on one thread. A process forked beside OpenMP's threads may hang."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -47,7 +47,7 @@ def unequal_gradients(case: Case) -> Finding | None:
         if moved and not names:
             return None  # a different cause
         if set(names).isdisjoint(moved):
-            continue  # each rank has the gradients of the rank's shard
+            continue  # gradients of shards
         on_all = set(step.grads)
         for record in case.ranks:
             on_all &= record.steps[number].grads.keys()
@@ -86,7 +86,7 @@ def drift(case: Case) -> Finding | None:
 
 
 def state_differs(case: Case) -> Finding | None:
-    """Find state that becomes unequal, such as a teacher or a queue."""
+    """Find unequal state, such as a teacher or a queue."""
     equal: set[str] = set()
     for number, step in enumerate(case.steps):
         for name in step.state:
@@ -104,7 +104,7 @@ def shared_samples(case: Case) -> Finding | None:
     loaders: list[SeenLoader] = []
     for record in case.ranks:
         loaders += record.training_loaders().values()
-    # Noise in a data set changes hashes. Compare indices if all ranks use equal data sets.
+    # Noise changes hashes. With equal data sets, compare indices.
     data_sets = {loader.data for loader in loaders}
     by_index = len(data_sets) == 1 and "" not in data_sets
     by_index = by_index and all(loader.indexed for loader in loaders)
@@ -131,7 +131,7 @@ def shared_samples(case: Case) -> Finding | None:
     for epoch in epochs:
         distinct = set(epoch)
         if len(distinct) < (1.0 if by_index else 0.5) * len(epoch):
-            return None  # the data repeats samples, or an iteration is several epochs
+            return None  # the data repeats samples
         counts.update(distinct)
     twice = len(counts) - list(counts.values()).count(1)
     if twice > max(len(epochs) - 1, 0.05 * len(counts)):
@@ -141,7 +141,7 @@ def shared_samples(case: Case) -> Finding | None:
 
 
 def same_in_passes(seen: list[list[list[Any]]]) -> bool:
-    """Return whether the passes of different ranks have equal samples, by rank and pass."""
+    """Return whether passes of different ranks have equal samples."""
     first = seen[0][0]
     # Ranks with equal seeds may diverge later, for example if only rank 0 evaluates.
     if len(set(first)) > 1 and all(batches[0] == first for batches in seen):
@@ -199,7 +199,7 @@ RANK_CAUSES: list[Hypothesis] = [
     same_order,
     state_differs,
 ]
-# For ranks that step alone in manyhands.blocks, and are equal only after a sync round.
+# For ranks in manyhands.blocks, which are equal only after a sync round.
 BLOCK_CAUSES: list[Hypothesis] = [
     unequal_steps,
     shared_samples,

@@ -1,8 +1,8 @@
 """Record each optimizer step of an unmodified script.
 
-The recorder replaces methods of torch's classes. Calls of modules show parameters and samples,
-`backward` shows passes, and `step` shows gradients and parameters. In a replay, a `Feed` supplies
-the ranks' samples and initial parameters.
+The recorder replaces methods of torch's classes: calls of modules for parameters and samples,
+`backward` for passes, `step` for gradients and parameters. In a replay, a `Feed` supplies the
+ranks' samples and initial parameters.
 """
 
 import math
@@ -31,7 +31,7 @@ from manyhands.tools.check._state import StateWatch
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module"}
 OUTSIDE = ("site-packages", "dist-packages", "/lib/python", "manyhands/tools/check", "<")
-PATIENCE = 10  # multiple of the requested steps in which every optimizer must make a step
+PATIENCE = 10  # every optimizer must step within this multiple of the requested steps
 
 
 class Recorder:
@@ -49,7 +49,7 @@ class Recorder:
         limit = math.ceil(job.steps / 2) if job.short else None  # two epochs in these steps
         self.loaders = LoaderRecorder(self.record, feed, self.noise, limit, self.cast, self.place)
         self.state = StateWatch(self.place, self.name_of)
-        # The ranks' steps, if a replay uses their rates and gains.
+        # The ranks' steps, for rates and gains.
         self.rank_steps: Iterator[SeenStep] = iter(())
         if feed is not None and feed.plan.rates:
             self.rank_steps = iter(feed.ranks.steps)
@@ -57,23 +57,23 @@ class Recorder:
         # Modules.
         self.depth = 0  # nested calls of modules
         self.roots = 0  # number of outermost modules
-        self.named: Tensors = {}  # parameters and buffers by name
-        self.in_modules: set[int] = set()  # ids of tensors in `named` that belong to a module
-        self.inside = False  # during a call of a module below the wrappers
+        self.named: Tensors = {}  # parameters and buffers
+        self.in_modules: set[int] = set()  # ids of tensors of modules
+        self.inside = False  # in a module below the wrappers
         # Samples.
-        self.inputs: list[list[Tensor]] = []  # of modules and losses, by backward pass
-        self.draws: list[list[Tensor]] = []  # of the script's generators, by backward pass
-        self.samples = SeenBatch()  # of the latest outermost call of a module
+        self.inputs: list[list[Tensor]] = []  # of modules and losses, by pass
+        self.draws: list[list[Tensor]] = []  # of the script's generators, by pass
+        self.samples = SeenBatch()  # of the latest outermost module
         self.size = 0  # samples before a feed replaced the batch
-        self.growth = 1.0  # samples afterwards, as a multiple of `size`
+        self.growth = 1.0  # samples after the replacement, relative to `size`
         # Optimizers.
         self.stepping = False
-        self.held = False  # the latest step waits for the batch of a further rank
+        self.held = False  # the latest step waits for another rank's batch
         self.scheduled = 0  # steps of all schedules
         self.unused: WeakSet[Optimizer] = WeakSet()  # made no step yet
-        self.stepped: set[int] = set()  # ids of parameters that an optimizer has stepped
-        self.optimizers = False  # the script made an optimizer of torch
-        self.unmoved: Tensors = {}  # parameters after a backward pass, if there is no optimizer
+        self.stepped: set[int] = set()  # ids of stepped parameters
+        self.optimizers = False  # whether the script made an optimizer
+        self.unmoved: Tensors = {}  # parameters after a pass, without optimizers
 
     def patch(self, mode: Machine) -> None:
         mode.watch = self.exchange_targets
@@ -102,11 +102,11 @@ class Recorder:
 
     @property
     def source(self) -> dict[str, list[Any]]:
-        """The samples and random numbers that a `Feed` reads."""
+        """The samples and draws that a `Feed` reads."""
         return {"": self.inputs, NOISE: self.draws, **self.loaders.batches}
 
     def place(self) -> str:
-        """Return the script's current file and line, and note libraries on the stack."""
+        """Return the script's file and line, and note libraries on the stack."""
         frame = sys._getframe(1)
         best = ""
         while frame is not None:
@@ -122,7 +122,7 @@ class Recorder:
         return best
 
     def name_of(self, module: Any) -> str:
-        """Return the script's variable for a module, or the name of the class."""
+        """Return the script's variable for a module, or the class name."""
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename.startswith(str(self.folder)):
@@ -160,7 +160,7 @@ class Recorder:
             self.noise.frozen = frozen
 
     def _enter(self, module: Any, args: Any, named: Any) -> tuple[Any, Any]:
-        """Note the outermost call of a module, and exchange inputs."""
+        """Note an outermost call, and exchange inputs."""
         trained = [p for p in module.parameters() if p.requires_grad]
         if not self.in_modules.issuperset(map(id, trained)):
             self._add_root(module)
@@ -182,7 +182,7 @@ class Recorder:
         return args, named
 
     def _add_root(self, module: Any) -> None:
-        """Name the tensors of an outermost module. In a replay, set the ranks' initial values."""
+        """Name the tensors of an outermost module. A replay sets the ranks' initial values."""
         self.roots += 1
         prefix = f"model {self.roots}: " if self.roots > 1 else ""
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -192,7 +192,7 @@ class Recorder:
                 continue
             self.in_modules.add(id(tensor))
             if self.feed is not None and short in self.feed.ranks.start:
-                # The only process has the full tensor, also of a DTensor.
+                # In a single process, the local tensor is the full tensor.
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
                 local.detach().copy_(self.feed.ranks.start[short])
             self.record.start[short] = copy_of(tensor)
@@ -202,7 +202,7 @@ class Recorder:
                 part.dropout = 0.0
 
     def exchange_targets(self, args: Any, named: Any) -> tuple[Any, Any]:
-        """Exchange tensors that the script combines with the model's output."""
+        """Exchange tensors in operations on the model's output."""
         if self.depth or self.stepping or not self.size or not torch.is_grad_enabled():
             return args, named
         sizes: set[float] = set()
@@ -222,7 +222,7 @@ class Recorder:
         return tensor
 
     def _exchange(self, value: Any, sizes: set[float]) -> Any:
-        """Record tensors of certain sizes, or replace the tensors by the ranks' tensors."""
+        """Record tensors of certain sizes, or return the ranks' tensors."""
         number = self.record.backward_passes
 
         def exchange(tensor: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class Recorder:
         return map_tensors(value, exchange)
 
     def _exchange_draw(self, drawn: Tensor) -> Tensor:
-        """Record random numbers from a generator of the script, or return the ranks' numbers."""
+        """Record draws of the script's generators, or return the ranks' draws."""
         number = self.record.backward_passes
         if self.feed is not None:
             return self.feed.noise(drawn, number)
@@ -255,9 +255,9 @@ class Recorder:
         if self.feed is None or not training:
             return norm(x, weight, bias, *rest)
         outs = []
-        for chunk in self.feed.divide(x):  # the samples of each rank have separate statistics
+        for chunk in self.feed.divide(x):  # each rank has separate statistics
             outs.append(norm(chunk, weight, bias, mean, var, training, *others))
-            mean = None  # only rank 0's samples update the running statistics
+            mean = None  # only rank 0 updates the running statistics
             var = None
         return torch.cat(outs)
 
@@ -283,7 +283,7 @@ class Recorder:
 
     def is_script(self) -> bool:
         """Return whether the script, not a library, asks for an accelerator, and note this."""
-        frame = sys._getframe(3)  # the caller of the function that calls this method
+        frame = sys._getframe(3)  # the caller of the replaced function
         asks = frame.f_code.co_filename.startswith(str(self.folder))
         self.record.asked |= asks
         return asks
@@ -293,7 +293,7 @@ class Recorder:
             self.state.note_call(arguments, result)
 
     def _name_leaves(self, tensors: Any) -> None:
-        """Name the trained tensors outside modules, if there is no optimizer."""
+        """Name the trained tensors outside modules."""
         nodes = [tensor.grad_fn for tensor in tensors_of([tensors]) if tensor.grad_fn is not None]
         seen = set(nodes)
         while nodes:
@@ -310,7 +310,6 @@ class Recorder:
                     nodes.append(following)
 
     def _note_manual_step(self) -> None:
-        """Note a step without an optimizer of torch."""
         if self.optimizers or not self.unmoved:
             return
         now = self.parameters()
@@ -377,7 +376,7 @@ class Recorder:
             own.update(map(id, group["params"]))
         self.unused.discard(optimizer)
         self.stepped |= own
-        # A step before the first pass, on parameters outside modules, tests the optimizer.
+        # Before the first pass, a step outside modules tests the optimizer.
         on_trial = not self.record.backward_passes and not own & self.in_modules
         if self.stepping or on_trial or detect_fake_mode() is not None:
             return step(optimizer, *args, **named)
@@ -401,7 +400,6 @@ class Recorder:
         return result
 
     def _end_step(self) -> None:
-        """Add the step to the record, and end the run after the last step."""
         self.now.state = self.state.take()
         self.record.steps.append(self.now)
         self.now = SeenStep()
@@ -419,7 +417,7 @@ class Recorder:
                     self.named.setdefault(f"parameter {i} of group {g}", p)
 
     def _is_done(self) -> bool:
-        """Return whether every optimizer made the steps, or was idle for a long time."""
+        """Return whether every optimizer made the steps, or is idle."""
         steps = self.record.steps
         counts = Counter(step.optimizer for step in steps)
         self.record.idle = False

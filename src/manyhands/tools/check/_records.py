@@ -14,11 +14,9 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class SeenBatch:
-    """The samples of a batch."""
-
     hashes: list[str] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)  # in the data set; empty if unknown
-    epoch: int = 0  # number of the iteration over loaders, in a resume check
+    epoch: int = 0  # iteration over loaders, in a resume check
 
     def samples(self, by_index: bool) -> list[Any]:
         return self.indices if by_index else self.hashes
@@ -26,8 +24,6 @@ class SeenBatch:
 
 @dataclass
 class SeenStep:
-    """A step of an optimizer."""
-
     optimizer: int = 0
     place: str = ""  # file:line of the call
     passes: list[str] = field(default_factory=list)  # file:line of each backward pass
@@ -49,18 +45,16 @@ class SeenStep:
 
 @dataclass
 class SeenLoader:
-    """A DataLoader."""
-
     place: str
     reshuffles: bool  # the sampler shuffles by the epoch's number
     repeats: bool  # the sampler draws with replacement
     shuffles_all: bool  # the sampler shuffles all samples of the data set
-    length: int | None = None  # the value of len(), if the script read it
+    length: int | None = None  # len(), if the script read it
     trains: bool = False
     epochs: list[list[SeenBatch]] = field(default_factory=list)
     rest: SeenBatch = field(default_factory=SeenBatch)  # omitted from the first epoch
     starts: list[int] = field(default_factory=list)  # backward passes before each epoch
-    data: str = ""  # describes the data set by a few samples
+    data: str = ""  # a few samples of the data set
 
     def orders(self, by_index: bool) -> list[list[Any]]:
         orders = []
@@ -73,7 +67,6 @@ class SeenLoader:
 
     @property
     def indexed(self) -> bool:
-        """Whether the index of every sample is known."""
         return list(map(len, self.orders(True))) == list(map(len, self.orders(False)))
 
     @property
@@ -83,8 +76,6 @@ class SeenLoader:
 
 @dataclass
 class Recording:
-    """The record of a process."""
-
     steps: list[SeenStep] = field(default_factory=list)
     backward_passes: int = 0
     start: Tensors = field(default_factory=dict)  # initial parameters and buffers
@@ -97,15 +88,14 @@ class Recording:
     blocks: bool = False  # manyhands.blocks steps the optimizer
     rule: bool = False  # a scaling rule of manyhands steps the optimizer
     cut: bool = False  # an epoch was shortened
-    manual: bool = False  # the script makes steps without an optimizer of torch
-    asked: bool = False  # the script asked for an accelerator
-    accelerate: bool = False  # Accelerate steps the schedule, once per process
+    manual: bool = False  # steps without an optimizer of torch
+    asked: bool = False  # for an accelerator
+    accelerate: bool = False  # Accelerate steps the schedule
 
     def training_loaders(self) -> dict[str, SeenLoader]:
         return {key: loader for key, loader in self.loaders.items() if loader.trains}
 
     def pass_samples(self, by_index: bool) -> list[list[Any]]:
-        """Return the samples of each pass, if known."""
         found = []
         for step in self.steps:
             found += [batch.samples(by_index) for batch in step.batches]
@@ -123,7 +113,7 @@ class Recording:
 
 
 def read(file: Path) -> Any:
-    """Load a file of a process. Batches may belong to classes of the script."""
+    """Load a file of a process. Batches may have classes of the script."""
     kinds: list[Any] = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]
     kinds += map(locate, torch.serialization.get_unsafe_globals_in_checkpoint(file))
     with torch.serialization.safe_globals(kinds):

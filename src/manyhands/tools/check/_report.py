@@ -58,7 +58,7 @@ LOOK = {
 }
 
 WIDTH = 96
-INDENT = " " * 9  # of a finding below the step that differs
+INDENT = " " * 9  # below the step that differs
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,10 @@ def wrap_text(text: str, indent: str = "") -> list[str]:
 
 @dataclass
 class BaseVerdict:
-    """The common part of the results of both checks."""
-
     code: int
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    untested: list[str] = field(default_factory=list)  # comparisons that were omitted
+    untested: list[str] = field(default_factory=list)  # omitted comparisons
     reason: str = ""  # why there is no result
 
     def as_json(self) -> str:
@@ -109,11 +107,9 @@ class BaseVerdict:
 
 @dataclass
 class Verdict(BaseVerdict):
-    """The result of a check of the ranks."""
-
     ranks: int = 2
     steps: list[str] = field(default_factory=list)
-    exceptions: dict[str, str] = field(default_factory=dict)  # how each was compared, by name
+    exceptions: dict[str, str] = field(default_factory=dict)  # how each was compared
     blocks: bool = False  # ranks step alone, and their values were not compared
 
     def as_text(self) -> str:

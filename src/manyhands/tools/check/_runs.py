@@ -54,8 +54,6 @@ class RecordedScript:
 
 
 class Runs:
-    """The runs of a script."""
-
     def __init__(self, job: CheckedScript, world: int, folder: Path, deadline: float) -> None:
         self.job = job
         self.world = world
@@ -74,7 +72,7 @@ class Runs:
             put_back(out)
 
     def run_ranks(self, fall_back: bool) -> None:
-        """Run the ranks in float64. If this fails, `fall_back` selects the script's precision."""
+        """Run the ranks in float64; after a failure, `fall_back` selects the script's precision."""
         self._run_short()
         if self.ranks.errors and fall_back:
             failed = self.ranks
@@ -88,7 +86,7 @@ class Runs:
             raise NotJudged(self.ranks.why(f"on {self.world} ranks"))
 
     def _run_short(self) -> None:
-        """Run the ranks with short epochs. If this run is incomplete, use full epochs."""
+        """Run the ranks with short epochs, or full epochs if necessary."""
         self.ranks = self.run(self.job, self.world)
         incomplete = any(record.cut and not record.complete for record in self.ranks.records)
         if self.job.short and (incomplete or (self.ranks.folder / "cut").exists()):
@@ -102,7 +100,7 @@ class Runs:
         return asked or (self.ranks.folder / "asked").exists()
 
     def run_one(self, plan: FeedPlan | None, steps: int | None = None) -> CheckRun[Recording]:
-        """Run a replay, or a single process with the script's data if `plan` is None."""
+        """Run a single process as a replay, or with the script's data."""
         feed = None
         if plan is not None:
             feed = Feed(plan, self.ranks.folder, self.ranks.records[0])
@@ -114,7 +112,7 @@ class Runs:
         return made
 
     def replay(self, plan: FeedPlan) -> Recording | None:
-        """Return the record of a replay, or None after a failure, with the reason in `failure`."""
+        """Return the record of a replay. None: `failure` has the reason."""
         made = self.run_one(plan)
         self.failure = ""
         if made.failed:
@@ -128,7 +126,7 @@ class Runs:
         return made.records[0]
 
     def first_replay(self) -> Recording:
-        """Choose the plan of replays, and return the record of the first replay."""
+        """Choose the plan of replays, and return the first replay."""
         sources = [True] if self._loaders_differ() else [False, True]
         plans = []
         for calls in sources:
@@ -157,7 +155,6 @@ class Runs:
         return given > 1.5 * self.ranks.records[0].pass_ranges()[-1][1]
 
     def gradient_of(self, step: int, rank: int, number: int) -> Tensors:
-        """Return the gradient of a single pass of a single rank."""
         made = self.run_one(replace(self.plan, only=(step, rank, number)), step + 1)
         if made.failed or len(made.records[0].steps) <= step:
             return {}

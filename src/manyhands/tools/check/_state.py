@@ -1,8 +1,8 @@
 """Record state that influences the loss, other than trained parameters and samples.
 
 A call of a module marks buffers and untrained parameters, for example of teachers, weight averages
-and queues. A tensor of an earlier step, such as a running statistic, is marked when a result with a
-gradient is computed from it. A loss that is only printed has no influence.
+and queues. A result with a gradient marks tensors of earlier steps behind the result, such as
+running statistics. A loss that is only printed has no influence.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.tools.check._batches import tensors_of
 
-LARGEST = 10**7  # elements of a tensor outside modules; larger tensors are data sets
+LARGEST = 10**7  # elements; larger tensors outside modules are data sets
 
 
 class StateWatch:
@@ -25,12 +25,12 @@ class StateWatch:
         self.name_of = name_of  # returns the script's variable for a module
         self.marks: dict[str, str] = {}  # of the next step, by name
         self.modules: set[int] = set()  # ids of modules noted in this step
-        self.fixed: set[int] = set()  # ids of module tensors, which `note_module` marks
-        # Ids of samples and results of this step, with the ids of older tensors behind each. Weak
-        # references are impossible: torch cannot swap a tensor with weak references.
+        self.fixed: set[int] = set()  # ids of tensors that `note_module` marks
+        # Ids of samples and results of this step, with the ids of older tensors behind each. No
+        # weak references: torch cannot swap tensors with these.
         self.fresh: dict[int, frozenset[int]] = {}
-        self.older: dict[int, Tensor] = {}  # older tensors behind a result, by id
-        self.influential: set[int] = set()  # ids of marked tensors in `older`
+        self.older: dict[int, Tensor] = {}  # behind a result, by id
+        self.influential: set[int] = set()  # marked ids in `older`
 
     def take(self) -> dict[str, str]:
         """Return the marks of a step, and start the next."""
@@ -64,7 +64,6 @@ class StateWatch:
                     self.marks[".".join(filter(None, (name, prefix, key)))] = mark(tensor)
 
     def note_call(self, arguments: Any, result: Any) -> None:
-        """Note an operation on tensors."""
         behind: set[int] = set()
         for tensor in tensors_of(arguments):
             behind.update(self._behind(tensor))
@@ -75,7 +74,7 @@ class StateWatch:
                 self.fresh[id(made)] = frozenset(behind)
 
     def _behind(self, tensor: Tensor) -> Iterable[int]:
-        """Return the ids of the older tensors from which a tensor was computed."""
+        """Return the ids of the older tensors behind a tensor."""
         key = id(tensor)
         if tensor.requires_grad or key in self.fixed:
             return ()

@@ -1,7 +1,7 @@
 """Find copies of the weights in the script's variables: moving averages, teachers, targets.
 
-A copy is a tensor with the shape of a parameter or buffer, outside the model. The search covers
-variables of running functions and modules, and attributes, dictionaries and lists below.
+A copy has the shape of a parameter or buffer, and is outside the model. The search covers variables
+of running functions and modules, with attributes, dictionaries and lists.
 """
 
 import sys
@@ -16,7 +16,7 @@ from manyhands.tools.check._batches import is_container, parts_of
 from manyhands.tools.check.resume._records import Digests
 from manyhands.tools.check.resume._state import digest_of
 
-DEPTH = 5  # levels of attributes and keys below a variable
+DEPTH = 5  # levels below a variable
 MOST = 20_000  # inspected values
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 LEAF = (str, bytes, int, float, type(None), type, *FUNCTIONS)
@@ -24,7 +24,7 @@ OUTSIDE = ("torch.utils.data", "torch.optim", "torch.autograd", "torch.distribut
 
 
 def averages_of(model: list[Tensor], batches: list[Tensor]) -> Digests:
-    """Return digests of the copies of a model's tensors, except tensors of the latest batches."""
+    """Return digests of copies of a model's tensors, except tensors of the latest batches."""
     shapes = {tensor.shape for tensor in model if tensor.dim()}
     search = Search({tensor.data_ptr() for tensor in [*model, *batches]})
     found = {}
@@ -45,7 +45,7 @@ class Search:
 
     def __init__(self, skipped: set[int]) -> None:
         self.skipped = skipped  # addresses of tensors
-        self.visited: dict[int, Any] = {}  # by id; keeps the values alive
+        self.visited: dict[int, Any] = {}  # by id; references prevent the reuse of ids
 
     def tensors(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, LEAF) or id(value) in self.visited or len(self.visited) > MOST:
@@ -62,7 +62,6 @@ class Search:
 
 
 def parts(value: Any) -> dict[Any, Any]:
-    """Return the parts of a module, a container or an object."""
     if isinstance(value, torch.nn.Module):
         return {**dict(value.named_parameters()), **dict(value.named_buffers())}
     if type(value).__module__.startswith(OUTSIDE):

@@ -9,8 +9,6 @@ from manyhands.tools.check.resume._records import Digests, RankHistory, RankStep
 
 @dataclass
 class ResumeCase:
-    """The records of the three runs, by rank."""
-
     killed: list[RankHistory]
     resumed: list[RankHistory]
     whole: list[RankHistory]  # of the run without interruption
@@ -22,7 +20,6 @@ class ResumeCase:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks in both runs."""
         return min(len(self.killed), len(self.resumed))
 
     def pairs(self, rank: int) -> list[tuple[RankStep, RankStep]]:
@@ -33,12 +30,12 @@ class ResumeCase:
         return self.saved(rank), self.resumed[rank].states[0]
 
     def saved(self, rank: int) -> State:
-        """Return the state at the checkpoint, which may be earlier than the kill."""
+        """Return the state at the checkpoint."""
         states = self.killed[rank].states
         return states[self.at] if self.at in states else self.whole[rank].states[self.at]
 
     def leave_out(self, number: int) -> None:
-        """Remove resumed steps from `number` on, with the same steps of the uninterrupted run."""
+        """Remove steps from resumed step `number` on, in both runs."""
         for histories, first in ((self.resumed, number), (self.whole, self.at + number)):
             for history in histories:
                 del history.steps[first:]
@@ -49,5 +46,4 @@ ResumeHypothesis = Callable[[ResumeCase], Finding | None]
 
 
 def unequal_keys(saved: Digests, restored: Digests) -> list[str]:
-    """Return the keys with different values in both states."""
     return [key for key, value in saved.items() if restored.get(key, value) != value]

@@ -1,8 +1,8 @@
 """Detect complete checkpoints of a script, and files that a resumed run reads.
 
-A checkpoint is a set of files in a format of torch, safetensors, pickle, numpy or HDF5. The script
-wrote these files since the previous step, and their total size is at least `LEAST_PART` of the
-trained parameters. `keep_files` notes the paths that the processes change.
+A checkpoint is a set of files of torch, safetensors, pickle, numpy or HDF5, written since the
+previous step, with a total size of at least `LEAST_PART` of the trained parameters. `keep_files`
+notes the paths that processes change.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 
 from manyhands.tools.check._machine import wrap
 
-QUIET = 0.2  # seconds without a change after which files are complete
+QUIET = 0.2  # seconds of unchanged files, which are then complete
 PATIENCE = 20.0  # seconds to wait for complete files
 FORMS = (b"PK\x03\x04", b"\x80", b"\x93NUMPY", b"\x89HDF")  # of torch, pickle, numpy and HDF5
 
@@ -23,7 +23,7 @@ Signature = tuple[int, int, int]  # time of the last change, size and inode
 
 
 class CheckpointWatch:
-    """Detects checkpoints among the changed files, which `keep_files` notes in a folder."""
+    """Detects checkpoints among the files that `keep_files` notes."""
 
     def __init__(self, kept: Path) -> None:
         self.kept = kept
@@ -53,7 +53,6 @@ class CheckpointWatch:
         return True
 
     def signatures(self) -> dict[Path, Signature]:
-        """Return the signature of each written file."""
         found = {}
         for path in written_files(self.kept):
             with suppress(OSError):  # the file was removed just now
@@ -90,7 +89,7 @@ def written_files(kept: Path) -> Iterator[Path]:
 
 
 def has_a_form(path: Path) -> bool:
-    """Return whether the first bytes of a file allow a checkpoint."""
+    """Return whether the first bytes may be a checkpoint's."""
     with suppress(OSError), path.open("rb") as file:
         start = file.read(16)
         return start.startswith(FORMS) or start[8:9] == b"{"  # safetensors

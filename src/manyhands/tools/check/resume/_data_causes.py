@@ -7,7 +7,7 @@ from manyhands.tools.check._report import Finding, finding
 from manyhands.tools.check.resume._case import ResumeCase, ResumeHypothesis
 from manyhands.tools.check.resume._records import RankStep
 
-FIT = 3  # number of steps that identify a position in the data
+FIT = 3  # steps that identify a position in the data
 
 Samples = tuple[Any, ...]
 
@@ -20,11 +20,11 @@ class SampleOrder:
     epochs: list[int]
 
     def position(self, step: int) -> int:
-        """Return the number of earlier steps in the epoch of a step."""
+        """Return the number of earlier steps in the epoch."""
         return step - self.epochs.index(self.epochs[step])
 
     def epoch_number(self, step: int) -> int:
-        """Return the number of the step's epoch, from 1."""
+        """Return the step's epoch, from 1."""
         return len(set(self.epochs[: step + 1]))
 
 
@@ -73,7 +73,6 @@ class EpochSamples:
 
 
 def indexed(case: ResumeCase) -> bool:
-    """Return whether the index of every sample is known in all runs."""
     for history in [*case.whole, *case.resumed]:
         for step in history.steps:
             if len(step.samples(True)) != len(step.samples(False)):
@@ -97,7 +96,7 @@ def samples(case: ResumeCase) -> Finding | None:
 def variable_batch(case: ResumeCase) -> int | None:
     """Return the first step in which the runs differ only in the number of samples.
 
-    A loop may adapt the batch to measured times. The first resumed step must have the saved size.
+    A loop may adapt the batch to measured times. The saved size must be restored.
     """
     if not case.same_ranks:
         return None
@@ -114,7 +113,6 @@ def variable_batch(case: ResumeCase) -> int | None:
 def describe_difference(
     case: ResumeCase, whole: SampleOrder, resumed: SampleOrder, number: int, by_index: bool
 ) -> Finding:
-    """Describe the first step of the resumed run with different samples."""
     step = case.at + number
     length = resumed.epochs[number:].count(resumed.epochs[number])
     there = matching_step(whole, resumed.steps[number:][:length], step)
@@ -140,7 +138,7 @@ def describe_difference(
 
 
 def matching_step(whole: SampleOrder, after: list[Samples], step: int) -> int | None:
-    """Return the step nearest to `step` at which the samples of the resumed run start."""
+    """Return the step nearest to `step` with the first samples of the resumed run."""
     found = []
     for there in range(len(whole.steps)):
         count = min(FIT, len(after), len(whole.steps) - there)
@@ -150,7 +148,6 @@ def matching_step(whole: SampleOrder, after: list[Samples], step: int) -> int | 
 
 
 def describe_order(case: ResumeCase, step: int, by_index: bool) -> Finding:
-    """Describe samples in a different order, or different samples."""
     samples = EpochSamples(case, step, by_index)
     if len(samples.got & samples.known) < 0.5 * len(samples.got):
         text = f"the samples of step {step + 1} do not occur in the run without interruption"
@@ -172,7 +169,7 @@ def random_differs(case: ResumeCase) -> bool:
 
 
 def samples_on_other_ranks(case: ResumeCase, by_index: bool) -> Finding | None:
-    """Compare the samples in the rest of the epoch, on all ranks together."""
+    """Compare the samples in the rest of the epoch."""
     samples = EpochSamples(case, case.at, by_index)
     if not samples.complete:
         return None  # the epoch's last sample is unknown

@@ -27,16 +27,16 @@ from manyhands.tools.check.resume._state import (
     random_digests,
 )
 
-LEAST_PART = 0.45  # of the trained parameters' bytes. A script may save weights in 16 bits.
+LEAST_PART = 0.45  # of the trained parameters' bytes; a script may save 16 bits
 SCALER_STATE = ("scale", "_growth_tracker")
-VALUES = 3  # steps after the checkpoint with recorded values of gradients and parameters
+VALUES = 3  # steps after the checkpoint with recorded values
 
 
 class HistoryRecorder:
-    """Records the process, with the state after the steps `states`, and tensors from a step on.
+    """Records the process, the state after the steps `states`, and tensors from a step on.
 
-    `stops` receives the recorder before each step, and returns whether all ranks stop there. Then
-    the recorder calls `finish`, which does not return.
+    Before each step, `stops` returns whether all ranks stop. Then the recorder calls `finish`,
+    which does not return.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class HistoryRecorder:
         self.began = 0.0  # time of the first step
         self.begun = False  # a forward or backward pass since the latest step
         self.now = RankStep()  # the next step
-        self.samples = SeenBatch()  # of the latest call of an outermost module
+        self.samples = SeenBatch()  # of the latest outermost module
         self.parameters: Tensors = {}  # by name
         self.buffers: Tensors = {}
         self.roots = 0  # number of outermost modules
-        self.known: set[int] = set()  # ids of tensors in `parameters` and `buffers`
+        self.known: set[int] = set()  # ids of `parameters` and `buffers`
         self.optimizers: list[Optimizer] = []  # in order of creation
         self.schedules: list[LRScheduler] = []
         self.scalers: WeakSet[GradScaler] = WeakSet()
@@ -79,7 +79,6 @@ class HistoryRecorder:
         wrap(GradScaler, "__init__", self._init_scaler)
 
     def least_size(self) -> int:
-        """Return the least size of a checkpoint in bytes."""
         size = 0
         for p in self.parameters.values():
             if p.requires_grad:
@@ -98,7 +97,6 @@ class HistoryRecorder:
             self.depth -= 1
 
     def _enter(self, module: Any, given: list[Tensor]) -> None:
-        """Note an outermost call of a trained module."""
         if not any(p.requires_grad for p in module.parameters()):
             return
         if not self.known.issuperset(map(id, module.parameters())):
@@ -136,7 +134,6 @@ class HistoryRecorder:
     # Steps.
 
     def _begin_step(self) -> None:
-        """Record the state before the first pass of a step."""
         if self.begun:
             return
         self.begun = True

@@ -6,7 +6,7 @@
 3. The script runs without interruption up to the last step of run 2.
 
 The first state of run 2 must equal the last state of run 1. The steps of run 2 must equal the steps
-of run 3. Run 2 has a different seed, which matters only if the script sets no seed.
+of run 3. Run 2 has a different seed, which matters if the script sets no seed.
 """
 
 import tempfile
@@ -34,7 +34,7 @@ from manyhands.tools.check.resume._state_causes import STATE_CAUSES
 
 MOST_STEPS = 60  # to reach the end of the next epoch
 MOST_SECONDS = 5.0  # to reach the end of the next epoch
-ROUNDING = 1e-4  # relative difference of gradients that three or more ranks add in any order
+ROUNDING = 1e-4  # relative difference of gradients after a different order of sums
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ResumeRequest:
     script: CheckedScript
     ranks: int | None = None  # None: 2, or 1 if the script makes no process group
     then: int | None = None  # ranks of the resumed run
-    at: int = 1  # least number of steps before the checkpoint
+    at: int = 1  # least steps before the checkpoint
     arguments: tuple[str, ...] = ()  # additional arguments of the resumed run
     seconds: float = 300.0
 
@@ -135,7 +135,7 @@ class ResumeCheck:
         return made.records
 
     def resume(self, at: int, killed: list[RankHistory]) -> list[RankHistory]:
-        """Start the script with the files of the killed run, and return the ranks' histories."""
+        """Restart with the files of the killed run, and return the ranks' histories."""
         script = self.request.script
         name = killed[0].checkpoint
         arguments = [word.replace("{checkpoint}", name) for word in self.request.arguments]
@@ -235,7 +235,7 @@ class ResumeCheck:
             self.verdict.notes.append("the random state differs, without effect in these steps.")
 
     def find_unequal_runs(self, case: ResumeCase) -> str:
-        """Return the state that differs between two runs without interruption at the kill."""
+        """Return the state that differs between runs 1 and 3 at the kill."""
         for killed, whole in zip(case.killed, case.whole, strict=True):
             if len(killed.steps) not in whole.states:
                 return ""  # the script ends there
@@ -273,7 +273,7 @@ class ResumeCheck:
 
 
 def has_seen_an_epoch(recorder: HistoryRecorder, first: int) -> bool:
-    """Return whether the steps after step `first` include the next epoch, or reach a limit."""
+    """Return whether steps after `first` include the next epoch, or reach a limit."""
     steps = recorder.history.steps[first:]
     if not steps:
         return False
@@ -284,7 +284,7 @@ def has_seen_an_epoch(recorder: HistoryRecorder, first: int) -> bool:
 
 
 def describe_difference(whole: RankStep, resumed: RankStep, ranks: int) -> str:
-    """Describe the first difference in a step. Equal steps give the empty string."""
+    """Describe the first difference in a step."""
     if whole.samples(False) != resumed.samples(False):
         return "samples differ."
     if whole.rates != resumed.rates:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 PATIENCE = 10.0  # seconds that a rank waits for other ranks
 POLL = 0.0005  # seconds
-NEVER = 2**62  # meetings of a rank that has ended
+NEVER = 2**62  # meetings of an ended rank
 
 
 class Meeting:
@@ -21,7 +21,7 @@ class Meeting:
         self.alone = False  # a rank was missing, so this rank no longer waits
 
     def stops(self, rank: int, number: int, decide: Callable[[], bool]) -> bool:
-        """Wait for all ranks, and return whether to stop at meeting `number`, counted from 1."""
+        """Wait for all ranks, and return whether to stop at meeting `number`."""
         self.slots[rank] = number
         if rank == 0:
             self._wait(lambda: min(self.slots[: self.ranks]) >= number)
@@ -33,7 +33,6 @@ class Meeting:
         return 0 < self.slots[self.stopped] <= number
 
     def leave(self, rank: int) -> None:
-        """Stop waiting for this rank."""
         self.slots[rank] = NEVER
         if rank == 0:
             self.slots[self.passed] = NEVER

@@ -10,7 +10,6 @@ FIT = 4  # number of learning rates that identify a position in the schedule
 
 
 def schedules(case: ResumeCase) -> Finding | None:
-    """Compare the counters of the schedules."""
     counters: list[tuple[list[int], list[int]]] = []
     for whole, resumed in case.pairs(0):
         if len(whole.schedules) != len(resumed.schedules):

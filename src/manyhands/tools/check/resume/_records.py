@@ -12,7 +12,7 @@ Digests = dict[str, str]
 class State:
     """Digests of the state before a step."""
 
-    # Parameters of optimizers by numbers, such as "0:3", and other parameters by name.
+    # By the optimizers' numbers, such as "0:3", or by name.
     parameters: Digests = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)  # of parameters
     trained: list[str] = field(default_factory=list)  # keys of parameters with gradients
@@ -25,8 +25,6 @@ class State:
 
 @dataclass
 class RankStep:
-    """A step of an optimizer on a rank."""
-
     optimizer: int = 0  # in order of creation
     passes: list[SeenBatch] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)  # of each parameter group
@@ -38,7 +36,6 @@ class RankStep:
     param_values: Tensors = field(default_factory=dict)
 
     def samples(self, by_index: bool) -> tuple[Any, ...]:
-        """Return the index or the hash of each sample."""
         found: list[Any] = []
         for batch in self.passes:
             found += batch.samples(by_index)
@@ -51,8 +48,6 @@ class RankStep:
 
 @dataclass
 class RankHistory:
-    """The record of a process."""
-
     steps: list[RankStep] = field(default_factory=list)
     states: dict[int, State] = field(default_factory=dict)  # by the number of earlier steps
     ended: bool = False  # the script ended by itself

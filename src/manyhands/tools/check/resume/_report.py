@@ -7,8 +7,6 @@ from manyhands.tools.check._report import DIFFERS, UNKNOWN, BaseVerdict, wrap_te
 
 @dataclass
 class ResumeVerdict(BaseVerdict):
-    """The result of a resume check."""
-
     interrupted: str = ""  # where the script was killed
     compared: str = ""
     difference: str = ""  # the first step that differs

@@ -23,9 +23,9 @@ class ResumeJob:
 
     script: CheckedScript
     meeting: Meeting
-    kept: Path  # the folder of `keep_files`, which an interrupted and a resumed run share
-    states: tuple[int, ...]  # numbers of steps after which to record the state
-    tensors_from: int  # first step whose gradients and parameters are recorded
+    kept: Path  # the folder of `keep_files`, shared with the resumed run
+    states: tuple[int, ...]  # steps after which to record the state
+    tensors_from: int  # first step with recorded gradients and parameters
     enough: Callable[[HistoryRecorder, CheckpointWatch], bool]  # whether to stop before a step
     seed: int = 0  # of a script that sets no seed
     files: tuple[str, ...] = ()  # of the interrupted run

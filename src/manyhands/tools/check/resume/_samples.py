@@ -23,7 +23,7 @@ class GivenBatches:
 
     def __init__(self) -> None:
         self.epochs = 0  # number of iterations over loaders
-        # Keeps the tensors alive, so that their addresses are not reused.
+        # Live tensors, so that addresses are not reused.
         self.recent: deque[tuple[SeenBatch, list[Tensor]]] = deque(maxlen=RECENT)
 
     def patch(self) -> None:

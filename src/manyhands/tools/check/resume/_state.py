@@ -15,7 +15,6 @@ from manyhands.tools.check.resume._records import Digests
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of a tensor, a number or a container."""
     if isinstance(value, Tensor):
         value = copy_of(value)
         if value.dim():
@@ -33,7 +32,7 @@ def text_digest(text: str) -> str:
 
 
 def parameters_of(optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    """Return the parameters of the optimizers, by the numbers of optimizer and parameter."""
+    """Return parameters by the numbers of optimizer and parameter."""
     found = {}
     for o, optimizer in enumerate(optimizers):
         parameters: list[Tensor] = []
@@ -45,7 +44,6 @@ def parameters_of(optimizers: list[Optimizer]) -> dict[str, Tensor]:
 
 
 def optimizer_digests(optimizers: list[Optimizer]) -> Digests:
-    """Return digests of the optimizers' state, by key and number of the parameter."""
     numbers = {id(parameter): number for number, parameter in parameters_of(optimizers).items()}
     found = {}
     for optimizer in optimizers:

@@ -55,7 +55,7 @@ def optimizer_state(case: ResumeCase) -> Finding | None:
             missing = []  # a different rank may have the state
             if any(history.states[0].optimizer for history in case.resumed):
                 states = saved_states(case)
-                # State that differs between ranks, such as shards, cannot be compared.
+                # State that differs between ranks (shards) cannot be compared.
                 wrong = [key for key in wrong if len({s.optimizer.get(key) for s in states}) == 1]
             else:
                 missing = list(saved.optimizer)
