@@ -35,7 +35,7 @@ def claimed_by(optimizer: Optimizer) -> Optimizer | None:
 
 
 class Binding:
-    """An optimizer's original methods, and a rule's changes to the instance."""
+    """An optimizer's original methods, with a rule's changes to the instance."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

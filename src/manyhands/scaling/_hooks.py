@@ -391,7 +391,7 @@ def find_unaveraged_gradients(
 
 
 def fsdp_modules(model: nn.Module | None) -> list[FSDPModule]:
-    """Return the sharded modules in the model or, without a model, in this process."""
+    """Return the sharded modules in the model or, if None, in this process."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []

@@ -260,7 +260,7 @@ class PreviousGradient:
     ) -> list[tuple[int, Tensor, Tensor]]:
         """Return (index, |a|^2 + |b|^2, |(a + b) / 2|^2) for each parameter with a gradient.
 
-        Without a previous gradient, the result is empty. A missing gradient counts as zero.
+        The first result is empty. A missing gradient counts as zero.
         """
         result: list[tuple[int, Tensor, Tensor]] = []
         self.forget()

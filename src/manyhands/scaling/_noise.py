@@ -24,10 +24,6 @@ A single exploded gradient can have a thousand times the usual noise. The gain w
 maximal for many steps, and training would end early. `limit_noise` prevents this
 (`docs/benchmarks/collapse.md`).
 
-* `DebiasedAverage` is a moving average divided by its accumulated weight, as in Adam.
-* `PaperAverage` follows the AdaScale paper's appendix B.3: a plain mean for the first
-  1 / (1 - smoothing) steps, then a moving average.
-
 Averages are immutable, so `gain()` can include gradients before their step. This file uses only
 floats: no tensors, no process groups.
 """
@@ -57,8 +53,8 @@ LEAST_EXCESS = 0.5
 MOST_GROWTH = 4.0
 STEPS_BEFORE_LIMIT = 10
 
-LEAST = 100  # minimum of measured small batches within the memory of an average
-LEAST_STEPS = 4  # minimum of measured steps within the memory
+LEAST = 100
+LEAST_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -219,7 +215,7 @@ class MovingAverage:
 
 
 class DebiasedAverage(MovingAverage):
-    """A moving average divided by the accumulated weight."""
+    """A moving average divided by the accumulated weight, as in Adam."""
 
     def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
         new = 1.0 - smoothing**steps
@@ -236,7 +232,10 @@ class DebiasedAverage(MovingAverage):
 
 
 class PaperAverage(MovingAverage):
-    """Appendix B.3: the mean of the first values, then a moving average."""
+    """The AdaScale paper's appendix B.3.
+
+    A plain mean for the first 1 / (1 - smoothing) steps, then a moving average.
+    """
 
     def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
         count = seen + steps

@@ -309,8 +309,6 @@ class PassWeight:
 
 @dataclass
 class Step:
-    """The measurements of the current step."""
-
     passes: int = 0  # completed; `Batch.passes` is the expected number
     too_many: bool = False  # whether the last pass exceeded that number and was not counted
     complete: bool = False

@@ -53,9 +53,9 @@ class WeightedMean:
     ...     mean(model(x).square().sum()).backward()
     >>> optimizer.step()
 
-    The gradient equals that of a single backward pass over the full batch. This holds for plain
-    models, `DistributedDataParallel`, `ShardedDataParallel`, `FullyShardedDataParallel`
-    and `fully_shard`. The statistics of a rule account for the counts; the small batch is the mean
+    The gradient equals the gradient of a single backward pass over the full batch. This holds for
+    plain models, `DistributedDataParallel`, `ShardedDataParallel`, `FullyShardedDataParallel` and
+    `fully_shard`. The statistics of a rule account for the counts; the small batch is the mean
     micro-batch. Do not divide the losses by any other number. For a micro-batch without tokens,
     pass a zero that depends on the model.
 
@@ -158,7 +158,6 @@ class WeightedMean:
         """Number of tokens in the step, on all ranks."""
         self._not_empty = not_empty
         self._passes = passes
-        # Compensates for later divisions: by the ranks, and by the passes.
         self._factor = ranks
         rule = self._rule
         prepared = None if optimizer is None else find_prepared(optimizer)
