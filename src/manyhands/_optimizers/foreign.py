@@ -57,7 +57,7 @@ def report_skip(optimizer: Optimizer) -> None:
 
 
 def advice(about: str) -> str:
-    """Return remedies for a mistake, for the libraries in use."""
+    """Return remedies for the libraries in use."""
     advice = ""
     for package, text in import_module(INTEGRATIONS).ADVICE[about].items():
         if package in sys.modules:

@@ -63,7 +63,7 @@ def inside_ddp(module: nn.Module) -> RuntimeError:
 
 
 def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module with the plain prefix."""
+    """Yield each module with the plain prefix; shared modules under each name."""
     yield prefix, module
     left_out: tuple[str, ...] = WRAPPER_NAMES
     if isinstance(module, ModuleWrapper):
@@ -146,7 +146,7 @@ class ParallelModules:
     def check_not_joined(self, name: str) -> None:
         """Raise inside `Join`, where ranks without data would not take part in a step."""
         for module in self._live():
-            # Private; torch does not reset it after the `with` block.
+            # Private, and not reset after the `with` block.
             join: Any = getattr(module, "_join_config", None)
             if join is not None and join.enable and not join.throw_on_early_termination:
                 raise refuse_join(name)

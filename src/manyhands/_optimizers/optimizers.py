@@ -237,8 +237,8 @@ class StateSizes:
     """The size of an optimizer class's state, for parameters of any shape.
 
     The lengths of a small parameter are different primes, which identify the parameter's dimensions
-    in each state tensor. For a 5 × 7 parameter, Adam's averages are 5 × 7, and Adafactor's rows 5 ×
-    1.
+    in each state tensor. For example, Adam's averages of a 5 × 7 parameter are 5 × 7, and
+    Adafactor's rows are 5 × 1.
     """
 
     def __init__(self, kind: type[Optimizer], arguments: Mapping[str, object]) -> None:

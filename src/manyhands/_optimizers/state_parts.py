@@ -279,8 +279,9 @@ class BlocksParts(Protocol):
 
     @property
     def received_steps(self) -> int | None:
-        """Steps of the run, for a worker that has joined and received the outer state; None after
-        its first step, and for an initial worker.
+        """Steps of the run, if this worker has joined and received the outer state.
+
+        None for an initial worker, and after a joiner's first step.
         """
 
     def outer_parts(self) -> list[StatePart]:

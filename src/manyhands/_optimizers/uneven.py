@@ -1,7 +1,7 @@
 """Errors for torch's `Join` and `DistributedDataParallel.join`.
 
 Inside `Join`, a rank without data repeats the other ranks' collectives. Our collectives depend on
-decisions in each step that such a rank does not know.
+decisions in each step (accumulation, clipping, a gradient scaler) that such a rank does not know.
 """
 
 from __future__ import annotations

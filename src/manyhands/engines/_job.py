@@ -1,7 +1,4 @@
-"""Join the run of an engine (`mh.start`), then save, load and leave (`Job`).
-
-`_places.py` and `_ray.py` contain the code of single engines.
-"""
+"""Join the run of an engine (`mh.start`), then save, load and leave (`Job`)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def is_ray_worker() -> bool:
 
 
 def _context() -> Any:
-    """Return Ray's record of this worker, or None outside Ray Train."""
+    """Return Ray's record of this worker, or None."""
     module = sys.modules.get("ray.train.v2._internal.execution.context")
     return None if module is None else module._train_context
 

@@ -78,7 +78,6 @@ class Listener:
         self._hang_watch: HangWatch | None = None
 
     def start(self, numbers: Iterable[int] | None = None, file: str | None = None) -> None:
-        """Listen for these signals and this file."""
         # Default: the engine's signals.
         if self._listens and numbers is None and file is None:  # called in every step
             return

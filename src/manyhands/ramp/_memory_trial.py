@@ -43,14 +43,14 @@ def largest_micro_batch(
     >>> mh.largest_micro_batch(model, loss, torch.randn(8, 64), most=512, memory="128 KiB")
     96
 
-    A pass is a forward pass with a backward pass. Use the result to an `AdaptiveDataLoader` as
+    A pass is a forward and a backward. Pass the result to an `AdaptiveDataLoader` as
     `max_local_batch_size`. Call this on every rank, with the plain model on its device, before you
     wrap it. Gradients, buffers and random generators are unchanged afterwards.
 
     Args:
         model: the plain model.
         loss: `loss(model, batch)` returns the loss, on which `backward()` is called.
-        batch: an example from the loader, of the first size to try. The first dimension of every
+        batch: an example from the loader, of the size to try first. The first dimension of every
             tensor is the sample dimension, along which larger batches repeat the samples.
         most: the largest size to try.
         memory: the bytes that a pass may take, such as "6 GiB". The default is nine tenths of the

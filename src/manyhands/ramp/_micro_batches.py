@@ -20,8 +20,8 @@ micro-batches are ordered in advance.
 
 **A trainer's loader** (`StepPasses`). Lightning and the Hugging Face Trainer step whenever `batches
 % passes == 0`, counted from the start of the epoch. A change from 2 to 3 passes after the first
-step would end the next step after a single batch. `StepPasses(p, start=s)` is a number with the
-modulo for a step of p passes after s batches.
+step would end the next step after a single batch. `StepPasses(p, start=s)` gives the right modulo
+for a step of p passes after s batches.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ class StepLoader(DataLoader[Any]):
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue after the last step's samples, on any number of ranks.
 
-        The remaining data precedes, in the original order.
+        The remaining data is used first, in the original order.
         """
         self._ledger = self._parse_position(state_dict)
 

@@ -107,10 +107,7 @@ class Binding:
 
 
 def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> None:
-    """Raise if this is not an optimizer, or if another rule wraps it.
-
-    `rules` is the base class of all rules.
-    """
+    """Raise if this is not an optimizer, or if a rule wraps it already."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{rule} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     for each in unwrap(optimizer):

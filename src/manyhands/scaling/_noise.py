@@ -41,7 +41,7 @@ from manyhands._optimizers.state_parts import BELOW, SQUARES, SavedEntries
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Floors as in fairscale and adaptdl.
+# Floors as in fairscale and adaptdl: the gain is defined even without measured noise.
 VAR_FLOOR = 1e-6
 SQR_FLOOR = 0.0
 

@@ -436,7 +436,7 @@ def rescale_second_moments(optimizer: Optimizer, ratio: float) -> bool:
 
     First moments are multiplied by the root of the ratio, which preserves the update m / sqrt(v).
     Otherwise, repeated increases of the batch would divide the noise of earlier batches by smaller
-    and smaller roots.
+    and smaller roots, and updates would grow.
     """
     names = {"exp_avg_sq", "max_exp_avg_sq"}
     if isinstance(optimizer, RMSprop):
