@@ -1,7 +1,6 @@
 """Find our integration for an object of another library.
 
-Our rules, `NoiseScale` and blocks can be inside or outside a trainer's optimizer wrapper. A module
-of `manyhands.integrations`, named after the trainer's package, describes the trainer. It is
+A module of `manyhands.integrations`, named after a trainer's package, describes the trainer. It is
 imported when an object of this package is found:
 
     describe(optimizer)    returns a `PreparedOptimizer`; None if the library has not prepared it
@@ -24,7 +23,7 @@ INTEGRATIONS = "manyhands.integrations"
 
 @dataclass(frozen=True)
 class PreparedOptimizer:
-    """An optimizer prepared by another library's loop, as described by our integration.
+    """An optimizer prepared by a trainer's loop.
 
     The loop calls `step()` and `zero_grad()` after every pass. The optimizer ignores these calls
     except after the last pass of a step.
@@ -37,7 +36,7 @@ class PreparedOptimizer:
 
 
 def find_prepared(optimizer: Optimizer) -> PreparedOptimizer | None:
-    """Return the description of this optimizer or an inner one, or None."""
+    """Return the description of this optimizer or an inner optimizer, or None."""
     for layer in unwrap(optimizer, every_layer=True):
         for kind in type(layer).__mro__:
             integration = _integration_of(kind)
@@ -58,7 +57,7 @@ def report_skip(optimizer: Optimizer) -> None:
 
 
 def advice(about: str) -> str:
-    """Return remedies for a mistake, for the libraries in use in this process."""
+    """Return remedies for the libraries in use."""
     advice = ""
     for package, text in import_module(INTEGRATIONS).ADVICE[about].items():
         if package in sys.modules:

@@ -4,8 +4,8 @@ Wrappers insert a name into the names of a model's parameters: `module.` (data p
 `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP), `_checkpoint_wrapped_module.`
 (activation checkpointing). The plain model has none of these names.
 
-Searches for the modules of an optimizer use the garbage collector, which is slow. They take place
-at construction or for a likely error.
+Searches for the modules of an optimizer use the garbage collector, which is slow, so they take
+place at construction or for a likely error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModuleWrapper(nn.Module):
         raise AttributeError("only DistributedDataParallel is rejected")
 
     def join_hook(self, **kwargs: object) -> NoReturn:
-        """Reject torch's `Join`, which calls this method on entry."""
+        """Reject torch's `Join`."""
         raise refuse_join(type(self).__name__)
 
     def check_can_save(self, model: nn.Module) -> None:
@@ -82,7 +82,7 @@ def plain_name(name: str, wrappers: tuple[str, ...] = (CHECKPOINTED, INNER)) -> 
 
 
 def check_not_averaged_inside(module: nn.Module) -> None:
-    """Raise a TypeError if a module inside averages gradients, or for another object."""
+    """Raise a TypeError if a module inside averages gradients."""
     for inside in instance("module", module, nn.Module, "a torch.nn.Module").modules():
         ours = isinstance(inside, ModuleWrapper) and inside.averages_gradients
         if ours or isinstance(inside, DistributedDataParallel):
@@ -108,7 +108,7 @@ def check_has_memory(module: nn.Module) -> None:
 def modules_holding(
     params: Sequence[Tensor], wanted: Callable[[nn.Module], bool] = lambda module: True
 ) -> Iterator[tuple[nn.Module, set[int]]]:
-    """Yield every existing module with some of these parameters, and their indices."""
+    """Yield every existing module with some of these parameters, with the indices."""
     # Modules created before `gc.freeze()` are not found.
     index_of = {id(param): index for index, param in enumerate(params)}
     for thing in gc.get_objects():
@@ -122,7 +122,7 @@ def modules_holding(
 
 
 class ParallelModules:
-    """The `DistributedDataParallel` modules around some parameters, found at the first use."""
+    """The `DistributedDataParallel` modules around parameters, found at the first use."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
@@ -146,7 +146,7 @@ class ParallelModules:
     def check_not_joined(self, name: str) -> None:
         """Raise inside `Join`, where ranks without data would not take part in a step."""
         for module in self._live():
-            # torch has no public interface for this, and does not reset it after the `with` block.
+            # Private, and not reset after the `with` block.
             join: Any = getattr(module, "_join_config", None)
             if join is not None and join.enable and not join.throw_on_early_termination:
                 raise refuse_join(name)

@@ -56,7 +56,7 @@ KNOWN: dict[type[Optimizer], Traits] = {
 
 
 def traits_of(kind: type[Optimizer]) -> Traits:
-    """Return the known properties of a class or, as a limit, its base."""
+    """Return the known properties of a class, limited by the base class."""
     if kind in KNOWN:
         return KNOWN[kind]
     for base in kind.__mro__:
@@ -66,7 +66,7 @@ def traits_of(kind: type[Optimizer]) -> Traits:
 
 
 def constructor_arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """Return the constructor's arguments from the optimizer's defaults; and missing names."""
+    """Return the constructor's arguments from the defaults, and missing names."""
     # Defaults also contain options that are not arguments of the constructor.
     arguments = {}
     unknown = []
@@ -88,7 +88,7 @@ def trial(
     *,
     options: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[list[torch.nn.Parameter], Optimizer]:
-    """Step a new optimizer on copies of `params`, with the gradients of each of the `steps`."""
+    """Step a new optimizer on copies of `params`, with the gradients in `steps`."""
     # `options` belong to the parameter group.
     leaves = [torch.nn.Parameter(param.clone()) for param in params]
     groups: list[Any] = leaves
@@ -106,7 +106,6 @@ def trial(
 
 
 def may_be_cut(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> bool:
-    """Return whether cutting toy parameters preserves the results, for each of these options."""
     if kind in KNOWN:
         return KNOWN[kind].elementwise
     return all(_steps_alike(kind, each, _in_halves, if_it_fails=False) for each in options)
@@ -125,7 +124,7 @@ def _steps_alike(
     *,
     if_it_fails: bool,
 ) -> bool:
-    # `if_it_fails` is the result for an optimizer that cannot train toy parameters.
+    # `if_it_fails`: for an optimizer that cannot train toy parameters.
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in TOYS]
     steps = [[torch.randn(shape, generator=generator) for shape in TOYS] for _ in range(STEPS)]
@@ -215,7 +214,7 @@ class StateTensor:
 
     @staticmethod
     def of(tensor: Tensor, shape: Sequence[int]) -> StateTensor:
-        """Identify the parameter's dimensions in the tensor's; other lengths are constants."""
+        """Identify the parameter's dimensions; other lengths are constants."""
         # Products of different primes are unique, so flattened dimensions are recognized.
         products = {}
         for count in range(1, len(shape) + 1):
@@ -237,9 +236,9 @@ class StateTensor:
 class StateSizes:
     """The size of an optimizer class's state, for parameters of any shape.
 
-    The size is derived from the state of a small parameter. Its lengths are different primes, which
-    identify the parameter's dimensions in each state tensor. For a 5 × 7 parameter, Adam's averages
-    are 5 × 7, Adafactor's rows are 5 × 1, step counts are single numbers.
+    The lengths of a small parameter are different primes, which identify the parameter's dimensions
+    in each state tensor. For example, Adam's averages of a 5 × 7 parameter are 5 × 7, and
+    Adafactor's rows are 5 × 1.
     """
 
     def __init__(self, kind: type[Optimizer], arguments: Mapping[str, object]) -> None:
@@ -272,7 +271,7 @@ class StateSizes:
     def _try_steps(
         self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, object]
     ) -> list[StateTensor]:
-        # A separate generator leaves the user's random state unchanged.
+        # Preserves the user's random state.
         generator = torch.Generator(device="cpu").manual_seed(0)
         random = torch.randn(shape, generator=generator, device="cpu").to(dtype)
         # capturable=True raises for a parameter on the CPU, and does not change sizes.

@@ -3,7 +3,7 @@
 The optimizers store all state:
 
     param_groups    the groups of all optimizers, in order: the same dicts, so schedulers work
-    state_dict      the format of a single optimizer, with the additional entry "several"
+    state_dict      the format of a single optimizer, with an entry "several"
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def names(self) -> list[str]:
-        """The optimizers' classes; with their position, if a class occurs repeatedly."""
+        """The optimizers' classes, with a position for repeated classes."""
         names = [type(each).__name__ for each in self.optimizers]
         kinds = list(names)
         for number, kind in enumerate(kinds):
@@ -106,7 +106,7 @@ class SeveralOptimizers(Optimizer):
         return self.optimizers[-1]._optimizer_step_post_hooks
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
-        """Step all optimizers in order. The first evaluates the closure, once for all."""
+        """Step all optimizers in order. The first evaluates the closure."""
         first, *others = self.optimizers
         step: Callable[..., object] = first.step
         arguments = () if closure is None else (closure,)
@@ -128,7 +128,7 @@ class SeveralOptimizers(Optimizer):
         )
 
     def state_dict(self) -> StateDict:
-        """Return a single optimizer's state dict with all groups; "several" has the remainder."""
+        """Return a state dict with all groups; "several" has the remainder."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state: dict[object, object] = {}
@@ -153,7 +153,6 @@ class SeveralOptimizers(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load each optimizer's part, after checking that the optimizers match."""
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         check_same_optimizers(self, state_dict)
@@ -217,7 +216,7 @@ class _StateOfSeveral(MutableMapping[Tensor, Any]):
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers in a combined optimizer, or a list of the optimizer itself."""
+    """Return the optimizers in a combined optimizer, or a list of this optimizer."""
     if isinstance(optimizer, SeveralOptimizers):
         return optimizer.optimizers
     return [optimizer]

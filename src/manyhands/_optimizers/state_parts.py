@@ -1,8 +1,6 @@
 """Interfaces for the state of optimizers and their wrappers, for checkpoints and scaling.
 
-A checkpoint saves state under parameter names, and scaling reads the optimizer's moments. Both are
-independent of the sharding, and of the state formats of rules and blocks. docs/extending.md
-explains new shardings.
+docs/extending.md explains new shardings.
 """
 
 from __future__ import annotations
@@ -68,7 +66,6 @@ class SavedEntries:
         return SavedEntries(self[name], self._owner, f"{self._inside}.{name}".strip("."))
 
     def _read(self, read: Callable[..., Value], name: str, **bounds: Any) -> Value:
-        """Read and check an entry; errors name the entry and the state."""
         try:
             return read(f"{self._inside}.{name}".strip("."), self[name], **bounds)
         except ValueError as error:
@@ -90,7 +87,7 @@ class SavedEntries:
         return number
 
     def check_tensor(self, name: str, like: Tensor, *, finite: bool = True) -> None:
-        """Raise unless an entry is a tensor of the shape and kind of `like`."""
+        """Raise unless an entry is a tensor like `like`."""
         found = self[name]
         same = isinstance(found, Tensor) and found.shape == like.shape
         same = same and found.is_complex() == like.is_complex()
@@ -102,7 +99,7 @@ class SavedEntries:
     # -- lists, with the entries NAME[0], NAME[1] and so on ---------------------------------------
 
     def each(self, name: str, length: int | None = None) -> SavedEntries:
-        """Return the entries of a list, which must have this length, if given."""
+        """Return the entries of a list, of this length if given."""
         values = self[name]
         needed = "a list"
         if length is not None:
@@ -126,7 +123,7 @@ class SavedEntries:
         return [each.real(number, least, below=below) for number in each]
 
     def floats(self, name: str, length: int) -> list[float]:
-        """Return a list of floats, which can be NaN or infinite."""
+        """Return a list of floats, including NaN and infinity."""
         if not all(isinstance(value, float) for value in self.each(name, length).plain.values()):
             raise self.wrong(name, "a list of floats", self[name])
         return list(self[name])
@@ -179,7 +176,7 @@ class OptimizerStatePart(StatePart):
 
 
 class ReplicatedState(Protocol):
-    """Selected entries of a sharded optimizer's state, for every parameter, on every rank."""
+    """Entries of a sharded optimizer's state, for every parameter, on every rank."""
 
     state: dict[Tensor, Any]  # by parameter and name
 
@@ -217,14 +214,14 @@ class ShardedOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: object) -> None:
-        """Ignore the empty state that torch's constructor assigns."""
+        """Ignore the state that torch's constructor assigns."""
 
     def join_hook(self, **kwargs: object) -> NoReturn:
-        """Reject torch's `Join`, which calls this method on entry."""
+        """Reject torch's `Join`."""
         raise refuse_join(type(self).__name__)
 
     def join_in(self) -> None:
-        """Take part in averaging gradients for which this rank had no backward pass."""
+        """Average gradients for which this rank had no backward pass."""
         raise NotImplementedError
 
     def prepare(self) -> None:
@@ -234,7 +231,7 @@ class ShardedOptimizer(Optimizer):
     def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
         """Return this rank's state by parameter, with the state dict of `optim`.
 
-        With `include_empty`, parameters without state are included.
+        `include_empty` adds parameters without state.
         """
         raise NotImplementedError
 
@@ -248,7 +245,7 @@ class ShardedOptimizer(Optimizer):
         raise NotImplementedError
 
     def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
-        """Return a replica of these entries. `update()` collects the entries."""
+        """Return a replica of these entries."""
         raise NotImplementedError
 
 
@@ -282,7 +279,7 @@ class BlocksParts(Protocol):
 
     @property
     def received_steps(self) -> int | None:
-        """Steps of the run, if this worker has just joined and received the outer state.
+        """Steps of the run, if this worker has joined and received the outer state.
 
         None for an initial worker, and after a joiner's first step.
         """
@@ -304,12 +301,11 @@ class BlocksParts(Protocol):
     ) -> None:
         """Restore counters, after the outer state.
 
-        `unsaved` parameters have no anchor in the checkpoint and start a new one. Without
-        `residuals`, residuals start at zero.
+        `unsaved` parameters start a new anchor. Without `residuals`, residuals start at zero.
         """
 
     def begin(self) -> None:
-        """Start from the current parameters, after loading a state without blocks."""
+        """Start from the current parameters, after loading state without blocks."""
 
 
 @dataclass(frozen=True)
@@ -326,8 +322,7 @@ class OptimizerLayers:
         found: dict[str, Any] = {}
         chain = unwrap(optimizer)  # outermost first, so that inner layers replace a proxy
         for each in chain:
-            # AdaptiveDataParallel patches `step` and stores a weak reference to the rule. Wrappers
-            # forward getattr, so read the instance's dict.
+            # A weak reference to the rule. Wrappers forward getattr, so read the instance's dict.
             patched_by = each.__dict__.get("_manyhands_rule")
             if patched_by is not None and patched_by() is not None:
                 found["rule"] = patched_by()

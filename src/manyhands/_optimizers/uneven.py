@@ -1,8 +1,7 @@
 """Errors for torch's `Join` and `DistributedDataParallel.join`.
 
-Inside `Join`, a rank without data repeats the other ranks' collectives. Our collectives do not
-support this: accumulation, clipping and a gradient scaler depend on decisions in each step
-that a rank without data does not know.
+Inside `Join`, a rank without data repeats the other ranks' collectives. Our collectives depend on
+decisions in each step (accumulation, clipping, a gradient scaler) that such a rank does not know.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Wrap optimizers in optimizers, and apply the signals of a gradient scaler.
 
-A wrapper is a `torch.optim.Optimizer` without additional state. `param_groups`, `state`, `defaults`
-and hooks belong to the inner optimizer, so `Optimizer.__init__` is not called.
+A wrapper's `param_groups`, `state`, `defaults` and hooks belong to the inner optimizer, so
+`Optimizer.__init__` is not called.
 
 A trainer may put a proxy around our wrapper, with a class derived from the wrapper's:
 
@@ -16,9 +16,9 @@ Our methods are then called with the proxy as `self`. Three rules make this work
                       names that other code sets
     setters           exist for `param_groups`, `state` and `defaults`, which trainers assign
 
-`GradScaler.step` sets two tensors on an optimizer that declares support for them: `found_inf`
-(whether the gradients overflowed) and `grad_scale` (the factor of the gradients; None after
-`unscale_`). A fused optimizer uses these tensors. For other optimizers, we unscale and skip.
+`GradScaler.step` sets two tensors on an optimizer that declares support: `found_inf` (whether the
+gradients overflowed) and `grad_scale` (the factor of the gradients; None after `unscale_`). A fused
+optimizer uses these tensors. For other optimizers, we unscale and skip.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class OptimizerWrapper(Optimizer):
     @YieldingProperty
     def _step_supports_amp_scaling(self) -> bool:
         """True: `GradScaler.step` passes the loss scale to us instead of unscaling."""
-        # False while a closure runs. Scalers do not support closures, so gradients in closures are
-        # not scaled, and trainers may clip unless an optimizer declares that it unscales.
+        # False while a closure runs. Gradients in closures are not scaled, and trainers do not clip
+        # if an optimizer declares that it unscales.
         return not self._closure.runs
 
     def _in_step(self, closure: Callable[[], T]) -> Callable[[], T]:
@@ -124,14 +124,11 @@ class OptimizerWrapper(Optimizer):
         """Handle a sync round, in seconds, of blocks around this optimizer."""
 
     def stop_agreed(self) -> bool | None:
-        """Return whether all ranks have agreed to stop, in collectives of this layer.
-
-        None if this layer does not exchange stop notices.
-        """
+        """Return whether all ranks have agreed to stop; None without an exchange of notices."""
         return None
 
     def may_stop_here(self) -> bool:
-        """Return whether stopping after this step loses less than continuing, for this rank."""
+        """Return whether stopping after this step loses less than continuing."""
         return True
 
     def join_hook(self, **kwargs: object) -> NoReturn:
@@ -161,8 +158,8 @@ class OptimizerWrapper(Optimizer):
 
 def unwrap(optimizer: Optimizer, *, every_layer: bool = False) -> list[Optimizer]:
     """Return an optimizer and inner optimizers, outermost first."""
-    # A wrapper, ours or a trainer's, shares state and parameter groups with the inner optimizer. An
-    # optimizer with separate state is the last, unless `every_layer` is True.
+    # Wrappers share state and groups with the inner optimizer. An optimizer with separate state is
+    # the last, unless `every_layer` is True.
     several = ""
     if isinstance(optimizer, list):
         several = "From a list, pass the last one to step."
@@ -198,7 +195,7 @@ def params_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def weak_hook(method: Callable[[], object]) -> Callable[..., None]:
-    """Return a hook that calls a method through a weak reference to the object."""
+    """Return a hook that calls a method through a weak reference."""
     reference = weakref.WeakMethod(method)
 
     def hook(*_: object) -> None:
@@ -219,7 +216,6 @@ def gradient_ranks(optimizer: Optimizer) -> Any:
 
 
 def wrapped_attribute(wrapper: object, wrapped: object, name: str) -> Any:
-    """Return the wrapped object's attribute; an AttributeError names the wrapper."""
     try:
         return getattr(wrapped, name)
     except AttributeError as error:
@@ -262,10 +258,10 @@ class LossScaler(Protocol):
 
 @dataclass
 class LossScale:
-    """The factor of gradients at the time of their measurement. The owner of this number.
+    """The factor of gradients when measured.
 
     With a known `scaler`, the scale is read in backward. Otherwise, the scaler provides the scale
-    at the step, for a division of the measurement.
+    at the step.
     """
 
     scaler: LossScaler | None = None
@@ -276,7 +272,7 @@ class LossScale:
         return self.scaler is not None
 
     def in_backward(self) -> Tensor | float:
-        """Return the current scale of the gradients, with no synchronization."""
+        """Return the current scale, with no synchronization."""
         scaler: Any = self.scaler
         if scaler is None or (hasattr(scaler, "is_enabled") and not scaler.is_enabled()):
             return 1.0
@@ -288,7 +284,7 @@ class LossScale:
         return scale
 
     def update(self, scale: float) -> bool:
-        """Store the scale of this step; return whether it changed since the last step."""
+        """Store the scale of this step; return whether it changed."""
         changed = scale != self.last
         self.last = scale
         return changed

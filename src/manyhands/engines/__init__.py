@@ -1,13 +1,12 @@
 """Join a run that an engine starts: ranks, checkpoints and stop notices.
 
-Engines are torchrun, `manyhands run`, Ray Train, Slurm, submitit, Open MPI and Kubeflow. A script
-does not name the engine:
+Engines are torchrun, `manyhands run`, Ray Train, Slurm, submitit, Open MPI and Kubeflow.
 
     job = mh.start()                          join the other ranks
     job.load(model=model, optimizer=optimizer)
     while training:
         take_a_step()
-        if mh.stopping(optimizer):            stop notice: the same answer on all ranks
+        if mh.stopping(optimizer):            stop notice, equal on all ranks
             job.save(model=model, optimizer=optimizer, step=step)
             job.leave()                       exit as the engine expects
 

@@ -1,17 +1,16 @@
 """End a process that hangs after SIGTERM.
 
-By default SIGTERM ends a process immediately. Our handler only records the signal, and Python
-cannot run the handler while the main thread waits in C++, for example in a collective. A hanging
-job would then require SIGKILL. So a thread also waits for the signal, and ends the process
+Our handler of SIGTERM only records the signal, and Python cannot run it while the main thread waits
+in C++, for example in a collective. A hanging job would then require SIGKILL. So a thread also
+waits for the signal, and ends the process
 
     UNREAD seconds after the signal    if the main thread has stood still since then, waiting for
                                        other ranks, and no other rank was at work
     MARGIN seconds before the kill     in any case
 
 unless the script has called `mh.stopping` since the signal. A main thread that computes, reads
-files or waits for data does not stand still (`standstill.py`), nor does a thread that waits for a
-rank which received the signal and computes. Waits for other workers of a crew end without this
-thread.
+files or waits for data does not stand still (`standstill.py`). Waits for other workers of a crew
+end without this thread.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ STEP = 0.25  # seconds between checks
 
 
 class HangWatch:
-    """A thread that waits for SIGTERM while `handler` is set. Create it in the main thread."""
+    """A thread that waits for SIGTERM while `handler` is set. Create in the main thread."""
 
     def __init__(self, handler: object) -> None:
         self._handler = handler
@@ -46,7 +45,7 @@ class HangWatch:
         self._standstill = Standstill()
         self._pipe, self._wakes = os.pipe()
         os.set_blocking(self._wakes, False)
-        # Python writes the number of each signal to the pipe, even if the main thread is blocked.
+        # Python writes signals to the pipe, even if the main thread is blocked.
         before = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         if before != -1:  # used by an event loop
             signal.set_wakeup_fd(before)
@@ -55,14 +54,13 @@ class HangWatch:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """End the thread."""
         atexit.unregister(self.end)
         self._over.set()
         self._let_go()
         self._thread.join(1.0)
 
     def forget(self) -> None:
-        """Stop watching in a forked process; the thread belongs to the parent."""
+        """Stop watching in a forked process."""
         atexit.unregister(self.end)
         self._let_go()
         os.close(self._pipe)
@@ -88,7 +86,7 @@ class HangWatch:
             still = self._standstill.look()
             others.tell = others.tell or still == 0.0
             now = time.monotonic()
-            # An empty reason means that the main thread has run no Python code since the signal.
+            # If the reason is empty, the main thread has run no Python code since the signal.
             waits = not stop_notice.reason or self._standstill.place() != ""
             alone = min(still, now - others.heard) >= UNREAD
             hangs = waits and alone and not stop_notice.in_crew
@@ -97,7 +95,6 @@ class HangWatch:
         others.over.set()
 
     def _end_process(self, waited: float) -> None:
-        """End this process with the default action of SIGTERM."""
         rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
         text = (
             f"manyhands: {rank} ends by SIGTERM: it has not called mh.stopping for {waited:.0f} s"
@@ -112,7 +109,7 @@ class HangWatch:
 
 
 class _OtherRanks(threading.Thread):
-    """A thread that exchanges with other ranks whether ranks are at work. The store may hang."""
+    """Exchanges whether ranks are at work, in a thread because the store may hang."""
 
     def __init__(self, began: float) -> None:
         super().__init__(name="manyhands at work", daemon=True)

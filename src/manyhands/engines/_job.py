@@ -1,7 +1,4 @@
-"""Join the run of an engine (`mh.start`), then save, load and leave (`Job`).
-
-`_places.py` and `_ray.py` contain the code of single engines, this file the common code.
-"""
+"""Join the run of an engine (`mh.start`), then save, load and leave (`Job`)."""
 
 from __future__ import annotations
 
@@ -52,9 +49,9 @@ def start(
 ) -> Job:
     """Join the other ranks of this run under any engine, and return the job.
 
-    The engine is detected from environment variables: torchrun, `manyhands run`, Ray Train, Slurm,
-    submitit, mpirun, Kubeflow. Without an engine this process is the only rank, so the same script
-    runs with `python train.py`. An existing process group is used as it is.
+    Environment variables determine the engine: torchrun, `manyhands run`, Ray Train, Slurm,
+    submitit, mpirun, Kubeflow. Without an engine this process is the only rank, so the script also
+    runs with `python train.py`. An existing process group is used unchanged.
 
     >>> import torch, manyhands as mh
     >>> job = mh.start()
@@ -72,8 +69,8 @@ def start(
             in Ray's storage.
         process_group: False does not create a process group. `start` then only sets the variables
             that `init_process_group` reads (RANK, WORLD_SIZE, MASTER_ADDR, ...).
-        stop_file: a file whose appearance asks this process to stop. Default: the file named by the
-            variable MANYHANDS_STOP_FILE.
+        stop_file: a file that asks this process to stop once it exists. Default: the file named by
+            MANYHANDS_STOP_FILE.
         signals: the signals that ask this process to stop. Default: SIGTERM, under Slurm also
             SIGUSR1, and under submitit also SIGUSR2.
     """
@@ -102,7 +99,7 @@ def start(
 
 
 def _make_process_group(place: Place, backend: str | None) -> None:
-    """Create torch's default group for this job, and destroy it when Python exits."""
+    """Create torch's default group, and destroy it when Python exits."""
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if place.world_size == 1:  # needs no port
@@ -113,9 +110,8 @@ def _make_process_group(place: Place, backend: str | None) -> None:
 
 
 def _end_process_group(made: object) -> None:
-    """Destroy the group that `mh.start` created when Python exits, unless the script failed."""
-    # After an error, other ranks may hang in a collective, and destroying the group would wait for
-    # them.
+    """Destroy the group when Python exits, unless the script failed."""
+    # After an error, destroying the group could wait for ranks in a collective.
     failed = getattr(sys, "last_value", None) is not None
     if not failed and dist.is_initialized() and dist.group.WORLD is made:
         dist.destroy_process_group()
@@ -143,11 +139,11 @@ class Job:
         """The rank among the processes of this host, which selects the GPU."""
         self.local_world_size = place.local_world_size
         """The number of processes of the run on this host."""
-        # Read here: a wrong value raises at the start, not at the end.
+        # A wrong value raises at the start, not at the end.
         self._stop_code = number_in(os.environ, STOP_CODE_VARIABLE, int, 0)
 
     def __repr__(self) -> str:
-        # Without `crew` and `folder`: reading them connects to the engine.
+        # Without `crew` and `folder`, which connect to the engine.
         return (
             f"Job(engine={self.engine!r}, rank={self.rank}, world_size={self.world_size}, "
             f"checkpoints={str(self._checkpoints)!r})"
@@ -204,15 +200,15 @@ class Job:
         {'step': 3}
 
         Returns the checkpoint's folder. Blocks are synchronized first; in a crew, a worker with a
-        stop notice leaves the crew instead. All workers of a crew have the same anchor, so a single
-        worker saves (the lowest number, except workers that have just joined) and the other workers
-        return None. Under Ray Train the checkpoint is written to Ray's storage and reported to Ray.
-        Ray then deletes old checkpoints, and `keep` has no effect.
+        stop notice leaves the crew instead. In a crew, a single worker saves (the lowest number,
+        except workers that have just joined), and the other workers return None. Under Ray Train
+        the checkpoint is written to Ray's storage and reported to Ray. Ray then deletes old
+        checkpoints, and `keep` has no effect.
         """
         optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         self._claim_folder()
-        # Read before this worker leaves the crew. Not the lowest rank: a joiner that arrived in the
-        # last round does not call this save.
+        # Read before this worker leaves the crew. A joiner of the last round does not call this
+        # save.
         saves = self.crew is None or self.crew.rank == self.crew.source
         for each in optimizers:
             blocks = None if each is None else find_layer(each, Blocks)
@@ -222,7 +218,7 @@ class Job:
                 blocks.finish()
         if not saves:
             return None
-        # Ray waits for a report of all workers, but in a crew only one worker saves.
+        # Ray waits for a report of all workers, but in a crew a single worker saves.
         ray = self.engine == "ray" and self.crew is None
         saving = save_checkpoint(
             self.folder,
@@ -248,8 +244,8 @@ class Job:
     ) -> dict[str, Any]:
         """Continue from the newest checkpoint, as `mh.load` does. Return {} if there is none.
 
-        Call it on every worker of a crew. A worker that joins a running crew keeps the state that
-        it received from the crew: see `load`.
+        Call it on every worker of a crew. A worker that joins a running crew preserves the state
+        received from the crew: see `load`.
         """
         self._claim_folder()
         try:
@@ -260,7 +256,7 @@ class Job:
             return {}
 
     def _claim_folder(self) -> None:
-        """Lock the folder for this crew's run. Raise if another run saves there."""
+        """Lock the folder for this crew's run, or raise."""
         run = None if self.crew is None else os.environ.get(RUN_VARIABLE) or self.crew.run
         if not run:  # no crew, or not joined yet
             return
@@ -272,18 +268,17 @@ class Job:
     def leave(self) -> NoReturn:
         """End this process after a stop notice, as the engine expects.
 
-        The exit code is 0, or the value of the variable MANYHANDS_STOP_CODE for engines that regard
-        0 as the end of the run and restart failed processes. Under torchrun, the exit code is 75 on
-        a rank whose agent received no notice: only another host leaves the run, and the agent
-        restarts this rank without that host. Under submitit, the job returns to the queue. Under
-        Ray Train, `leave` waits until Ray ends the process at the deadline; Ray then restarts the
-        run on the remaining nodes.
+        The exit code is 0, or MANYHANDS_STOP_CODE for engines that regard 0 as the end of the run
+        and restart failed processes. Under torchrun, the exit code is 75 on a rank whose agent
+        received no notice: a different host leaves the run, and the agent restarts this rank. Under
+        submitit, the job returns to the queue. Under Ray Train, `leave` waits until Ray ends the
+        process at the deadline; Ray then restarts the run on the remaining nodes.
         """
         if self.engine == "ray":
             _ray.wait_for_the_end()
         if self.engine == "torchrun" and self.world_size > 1:
-            # An agent signals ranks one after the other. If a rank exits with 0 before the signal,
-            # the agent regards the training as finished.
+            # An agent signals ranks in sequence. If a rank exits with 0 before, the agent regards
+            # the training as finished.
             deadline = time.monotonic() + OWN_NOTICE
             while not stop_notice.received and time.monotonic() < deadline:
                 time.sleep(0.05)

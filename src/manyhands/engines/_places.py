@@ -3,9 +3,8 @@
     place = find_place(os.environ)
 
 `ENGINES` lists a function per engine, in the order of the calls. Slurm may start torchrun, which
-starts the ranks, so torchrun precedes Slurm. Each function takes a mapping and returns a `Place`,
-or None if the engine did not start this process. This module does not read the environment itself
-and opens no connections.
+starts the ranks, so torchrun precedes Slurm. Each function returns a `Place`, or None if the engine
+did not start this process. This module does not read the environment and opens no connections.
 
 To add an engine, write a function and list it in `ENGINES`.
 """
@@ -21,7 +20,7 @@ from manyhands._arguments import number_in
 
 # Ports for rank 0, below Linux's range of client ports.
 FIRST_PORT = 20_000
-PORTS = 12_000  # number of ports
+PORTS = 12_000
 
 Variables = Mapping[str, str]
 
@@ -39,7 +38,7 @@ class Place:
     port: int = 0
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that torch and related libraries read."""
+        """Return the variables that torch and related libraries read."""
         values: dict[str, object] = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -70,7 +69,7 @@ def find_place(variables: Variables) -> Place:
 
 
 def _torch_variables(variables: Variables) -> Place | None:
-    """Read torch's variables, which torchrun, accelerate launch and Kubeflow's PyTorchJob set."""
+    """Read the variables of torchrun, accelerate launch and Kubeflow's PyTorchJob."""
     # `manyhands run --processes` also sets them.
     if not {"RANK", "WORLD_SIZE"} <= variables.keys():
         return None
@@ -99,12 +98,11 @@ def _torch_variables(variables: Variables) -> Place | None:
 
 
 def _crew_worker(variables: Variables) -> Place | None:
-    """Read whether this process is a worker of a crew."""
     return Place("manyhands") if variables.get("MANYHANDS_STORE") else None
 
 
 def _train_job(variables: Variables) -> Place | None:
-    """Read the variables of a pod of Kubeflow's TrainJob, in the same way as torchrun."""
+    """Read the variables of Kubeflow's TrainJob, as torchrun does."""
     if not {"PET_NNODES", "PET_NODE_RANK"} <= variables.keys():
         return None
     processes = variables.get("PET_NPROC_PER_NODE", "1")
@@ -124,7 +122,7 @@ def _train_job(variables: Variables) -> Place | None:
 
 
 def _submitit_local(variables: Variables) -> Place | None:
-    """Read the variables of submitit's local executor. (On Slurm, `srun` starts the tasks.)"""
+    # On Slurm, `srun` starts the tasks.
     if variables.get("SUBMITIT_EXECUTOR") != "local":
         return None
     size = number_in(variables, "SUBMITIT_LOCAL_NTASKS", int, 1)
@@ -139,8 +137,7 @@ def _submitit_local(variables: Variables) -> Place | None:
 
 
 def _slurm(variables: Variables) -> Place | None:
-    """Read the variables of a task of `srun`."""
-    # A process that a batch script starts without `srun` has no step and is a single rank.
+    # Without `srun`, a process of a batch script is a single rank.
     if not {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= variables.keys():
         return None
     step = variables.get("SLURM_STEP_ID", "0")
@@ -176,7 +173,7 @@ def first_host(hosts: str) -> str:
 
 
 def _mpi(variables: Variables) -> Place | None:
-    """Read the variables of Open MPI's mpirun or of Hydra (MPICH, Intel MPI)."""
+    """Read the variables of Open MPI's mpirun or Hydra (MPICH, Intel MPI)."""
     for rank, size, local_rank, local_size in (
         (
             "OMPI_COMM_WORLD_RANK",
@@ -214,7 +211,7 @@ ENGINES: list[Callable[[Variables], Place | None]] = [
 
 
 def find_worker_number(variables: Variables) -> int | None:
-    """Return this worker's number in a crew, or None if no engine has set it."""
+    """Return this worker's number in a crew, or None."""
     # Kubernetes sets JOB_COMPLETION_INDEX in the pods of an Indexed Job.
     for name in ("MANYHANDS_WORKER", "JOB_COMPLETION_INDEX"):
         if variables.get(name):
@@ -226,7 +223,6 @@ def find_worker_number(variables: Variables) -> int | None:
 
 
 def _meeting_address(variables: Variables, host: str, job: str) -> tuple[str, int]:
-    """Return address and port where ranks meet: the user's, or `host` and a port of the job."""
-    # All ranks compute the same port from the job. Two jobs on a host rarely get equal ports.
+    # All ranks compute the port from the job. Two jobs on a host rarely get equal ports.
     port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
     return variables.get("MASTER_ADDR") or host, number_in(variables, "MASTER_PORT", int, port)

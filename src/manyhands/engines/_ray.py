@@ -5,8 +5,8 @@ Ray creates the process group before it calls the training function; `mh.start` 
     checkpoints   `mh.save` writes to Ray's storage, and the checkpoint is reported to Ray without
                   a copy. Ray deletes old checkpoints (`CheckpointConfig(num_to_keep=2)`)
     stop notice   Ray marks each worker when it drains a node
-    leaving       Ray regards a returning training function as finished, and a raising one as
-                  failed. So a worker waits after its last save until Ray ends the process, at the
+    leaving       Ray regards a returning training function as finished, and a raising function as
+                  failed. So a worker waits after the last save until Ray ends the process, at the
                   deadline of the drained node. Ray then restarts the run on the remaining nodes
 
 `mh.start` does not import Ray: a process of Ray Train has imported it already.
@@ -24,18 +24,17 @@ from manyhands._ranks.stop_notice import stop_notice
 
 
 def is_ray_worker() -> bool:
-    """Return whether this process runs a training function of Ray Train."""
     return _context() is not None
 
 
 def _context() -> Any:
-    """Return Ray's record of this worker, or None outside Ray Train."""
+    """Return Ray's record of this worker, or None."""
     module = sys.modules.get("ray.train.v2._internal.execution.context")
     return None if module is None else module._train_context
 
 
 def place_of_ray() -> tuple[int, int, int, int]:
-    """Return this worker's rank and world size, then its local rank and local world size."""
+    """Return this worker's rank, world size, local rank and local world size."""
     import ray.train
 
     context = ray.train.get_context()
@@ -45,7 +44,7 @@ def place_of_ray() -> tuple[int, int, int, int]:
 
 
 def notice_of_ray() -> str:
-    """Return why Ray asks this worker to stop, or an empty text."""
+    """Return Ray's reason to stop, or an empty text."""
     # Not `ray.train.get_preemption_info`, which is a barrier.
     info = _context().preemption_context.preemption_info
     if info is None:
@@ -70,7 +69,7 @@ def folder_in_storage(name: str) -> Path:
 
 
 def report_checkpoint(path: Path, metrics: dict[str, object]) -> None:
-    """Report a checkpoint in Ray's storage to Ray. Call it on every worker."""
+    """Report a checkpoint in Ray's storage to Ray. Called on every worker."""
     import ray.train
     from ray.train.v2.api.report_config import CheckpointUploadMode
 
@@ -80,16 +79,14 @@ def report_checkpoint(path: Path, metrics: dict[str, object]) -> None:
     )
 
 
-_left = threading.Event()  # set when the training function has saved and waits for Ray
+_left = threading.Event()  # set while the training function waits for Ray
 
 
 def has_left() -> bool:
-    """Return whether the training function of this process waits for Ray."""
     return _left.is_set()
 
 
 def wait_for_the_end() -> NoReturn:
-    """Wait until Ray ends this process."""
     _left.set()
     while True:
         time.sleep(1.0)

@@ -8,28 +8,27 @@
     a file           MANYHANDS_STOP_FILE, or `mh.start(stop_file=...)`
     Ray's draining   `_ray.py`
 
-A signal handler only records the signal, and the training loop reads the record at the end of a
-step. `Job.leave` calls the earlier handlers after everything is saved; submitit's handler returns
-the job to the queue.
+A signal handler only records the signal, for the training loop to read at the end of a step.
+`Job.leave` calls the earlier handlers; submitit's handler returns the job to the queue.
 
-**DataLoader workers.** Some engines signal a full process group: torchrun's agent, systemd, Slurm.
-Without precautions this kills the processes that load data, and the current step cannot finish. So
-processes forked by a DataLoader block these signals. They still end with the DataLoader, at
-Python's exit, or when the parent ends.
+**DataLoader workers.** Some engines signal a full process group (torchrun's agent, systemd, Slurm),
+including processes that load data for the current step. So processes forked by a DataLoader block
+these signals. These processes still end with the DataLoader, at Python's exit, or when the parent
+ends.
 
 **Hanging processes** are ended by `_hanging.py`.
 
 **Agreement.** A notice reaches ranks at different times, or only some ranks. Ranks that train a
-model together must stop after a common step; otherwise the remaining ranks wait forever. The answer
-travels in existing messages where possible:
+model together must stop after a common step. The answer travels in existing messages where
+possible:
 
     a scaling rule   the collective of every step; all ranks know when `step` returns
     blocks           the report of each worker in a sync round; all stop at the end of the round
-    a crew           no message: a worker leaves alone, while the crew continues
+    a crew           no message: a worker leaves alone
     otherwise        `StopVote`: a sum of a single number during the next step
 
-A vote starts after a step and is read after the next step, so no rank waits. The cost is one more
-step: a notice in step k ends the training after step k + 1.
+A vote starts after a step and is read after the next step, so no rank waits: a notice in step k
+ends the training after step k + 1.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Listener:
-    """The signals that this process listens for, with their earlier handlers."""
+    """The signals that this process listens for, with the earlier handlers."""
 
     def __init__(self) -> None:
         self.earlier: dict[int, Handler] = {}
@@ -79,7 +78,6 @@ class Listener:
         self._hang_watch: HangWatch | None = None
 
     def start(self, numbers: Iterable[int] | None = None, file: str | None = None) -> None:
-        """Listen for these signals and this file. Repeated calls are allowed."""
         # Default: the engine's signals.
         if self._listens and numbers is None and file is None:  # called in every step
             return
@@ -88,8 +86,7 @@ class Listener:
         if file and (path := Path(file).absolute()) not in self._files:
             self._files.add(path)
             stop_notice.sources.append(lambda: str(path) if path.exists() else "")
-        # Python allows handlers only in the main thread. Ray trains in a different thread, and
-        # sends notices separately.
+        # Python allows handlers only in the main thread. Ray trains in a different thread.
         if threading.current_thread() is not threading.main_thread():
             return
         if numbers is None:
@@ -99,7 +96,7 @@ class Listener:
         self._listens = True
         for number in numbers:
             if number not in self.earlier:
-                # The earlier handler is stored first: a signal may arrive between the two lines.
+                # First, because a signal may arrive between the two lines.
                 self.earlier[number] = signal.getsignal(number)
                 signal.signal(number, _note_signal)
         default = self.earlier.get(signal.SIGTERM) is signal.SIG_DFL
@@ -108,8 +105,7 @@ class Listener:
         if not self._hooked and hasattr(os, "register_at_fork"):
             self._hooked = True
             os.register_at_fork(after_in_child=self._after_fork)
-            # Exit functions run in reverse: this one before multiprocessing's, which is already
-            # registered.
+            # Exit functions run in reverse: this function before multiprocessing's.
             atexit.register(_end_data_loading)
 
     def stop(self) -> None:
@@ -128,7 +124,6 @@ class Listener:
         stop_notice.clear()
 
     def call_earlier_handler(self) -> None:
-        """Call the earlier handler of the received signal, if it is a function."""
         for number, handler in list(self.earlier.items()):
             if signal.Signals(number).name == stop_notice.reason and callable(handler):
                 handler(number, None)
@@ -150,9 +145,7 @@ def _note_signal(number: int, _: FrameType | None) -> None:
 
 
 def _signals_of_engine() -> list[int]:
-    """Return the available signals with which the engine stops this process."""
-    # Under other engines, SIGUSR1 and SIGUSR2 may have a different meaning, such as "print the
-    # stack".
+    # Under other engines, SIGUSR1 and SIGUSR2 may mean "print the stack".
     names = ["SIGTERM"]
     if "SLURM_JOB_ID" in os.environ:
         names.append("SIGUSR1")
@@ -162,10 +155,7 @@ def _signals_of_engine() -> list[int]:
 
 
 def _end_data_loading() -> None:
-    """End processes that load data, before `multiprocessing` waits for them at Python's exit.
-
-    `multiprocessing` sends SIGTERM, which these processes block.
-    """
+    """End processes that load data. `multiprocessing` sends SIGTERM, which these block."""
     blocking = [child for child in multiprocessing.active_children() if _blocks_sigterm(child)]
     if blocking:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise
@@ -174,7 +164,6 @@ def _end_data_loading() -> None:
 
 
 def _blocks_sigterm(child: BaseProcess) -> bool:
-    """Return whether a daemon process is known to block SIGTERM."""
     try:
         status = Path(f"/proc/{child.pid}/status").read_text()
     except OSError:  # not Linux, or the process has ended
@@ -185,7 +174,7 @@ def _blocks_sigterm(child: BaseProcess) -> bool:
 
 
 def _is_data_loading(frame: FrameType | None) -> bool:
-    """Return whether a DataLoader is on the stack, which a forked process inherits."""
+    """Return whether a DataLoader is on the stack, which forked processes inherit."""
     from torch.utils.data import dataloader
 
     while frame is not None:
@@ -195,7 +184,7 @@ def _is_data_loading(frame: FrameType | None) -> bool:
     return False
 
 
-# -- one answer ------------------------------------------------------------------------------------
+# -- agreement -------------------------------------------------------------------------------------
 
 
 def stopping(
@@ -204,8 +193,8 @@ def stopping(
     """Return whether to stop after this step. All ranks receive the same answer.
 
     Call it on every rank at the end of every step, with the optimizer: a scaling rule or blocks
-    send the answer in messages that they exchange anyway. Otherwise the ranks vote: they sum a
-    number during the next step.
+    send the answer in messages that they exchange anyway. Otherwise the ranks vote during the next
+    step.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
@@ -245,7 +234,7 @@ def stopping(
 
 
 class StopVote:
-    """A sum of numbers from all ranks, started after a step and read after the next step."""
+    """A sum over ranks, started after a step and read after the next step."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks.with_cpu_group()
@@ -253,19 +242,19 @@ class StopVote:
         self._stopped = False
 
     def ask(self, wanted: bool) -> bool:
-        """Return whether any rank wanted to stop in the previous vote, and start a vote."""
+        """Start a vote; return whether any rank wanted to stop in the previous vote."""
         before = self._pending
         if before is not None:
             total, work = before
             with explained(self._ranks):
                 work.wait()
             self._stopped = self._stopped or bool(total.item())
-        if not self._stopped:  # equal on all ranks, which have the same total
+        if not self._stopped:  # equal on all ranks
             total = torch.tensor([float(wanted)])
             # `before` must live until the next vote has started: see `PendingSums`.
             self._pending = total, self._ranks.start_all_reduce(total)
         return self._stopped
 
 
-# A vote is shared by the entire run, uses a separate group, and ends with the group of the ranks.
+# A vote lasts for the run, uses a separate group, and ends with the group of the ranks.
 _votes: weakref.WeakKeyDictionary[dist.ProcessGroup | None, StopVote] = weakref.WeakKeyDictionary()

@@ -1,6 +1,6 @@
 """Choose the batch size of each step during training.
 
-_decision.py         arithmetic: the best and the next number of passes
+_decision.py         arithmetic: the best and next number of passes
 _observed.py         the error of the noise estimate, and step times
 _micro_batches.py    the micro-batches of a step, from any loader or from a loader of complete steps
 _ramp.py             `Ramp`: measures, decides, and hands out micro-batches

@@ -1,8 +1,7 @@
 """Decide the number of passes of the next step, by pure functions of the measurements.
 
-All ranks have equal measurements, and make equal decisions. Counts are in passes. With an
-`AdaptiveDataLoader`, a "pass" in this file is a unit: a rank's part of the small batch
-(`_micro_batches.py`).
+All ranks have equal measurements, and make equal decisions. With an `AdaptiveDataLoader`, a "pass"
+in this file is a unit: a rank's part of the small batch (`_micro_batches.py`).
 
 Time      a step of p passes takes         t(p) = a + b p              seconds (`_observed.py`)
 Scale     the batch in small batches       S(p) = u p                  u: one pass on all workers
@@ -14,16 +13,15 @@ constant, p / ((v + s u p) (a + b p)). The derivative is zero at the maximum
 
     p* = sqrt((a / b) (v / s) / u)
 
-The batch u p* is the geometric mean of two batches: u a / b, where the passes take as long as the
-rest of the step, and v / s, the noise scale. The goodput rises before p* and falls after p*, so the
-best integer is a neighbor of p*.
+The batch u p* is the geometric mean of u a / b, where the passes take as long as the rest of the
+step, and v / s, the noise scale. The goodput rises before p* and falls after p*, so the best
+integer is a neighbor of p*.
 
 Efficiency is the worth of a sample relative to scale 1: r(S) / S. It falls with S.
 
-`goal="samples"` minimizes steps and samples, with a different price: a step costs its S small
-batches plus a fixed c small batches (McCandlish et al. 2018). The best batch is S* = sqrt(c v / s).
-With c = 4 (1 - e) / e^2, the efficiency there is at least e for any noise: c = 0.8 gives at least
-0.85.
+With `goal="samples"`, a step costs S plus a fixed c small batches (McCandlish et al. 2018). The
+best batch is S* = sqrt(c v / s). With c = 4 (1 - e) / e^2, the efficiency there is at least e for
+any noise: c = 0.8 gives at least 0.85.
 
 Reasons for a decision:
 
@@ -33,13 +31,6 @@ Reasons for a decision:
     shrink     move towards the best number, likewise
     stay       the improvement is below `MARGIN`, which prevents oscillation
     wait       no decision was made yet
-
-Goals:
-
-    "time"      maximize progress per second: `fastest_passes`
-    "samples"   minimize steps and samples, at `PRICE_OF_A_STEP`; with `efficiency`, take the
-                largest batch with at least this efficiency
-    "steps"     take the largest allowed batch
 """
 
 from __future__ import annotations
@@ -77,14 +68,13 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Noise:
-    """The gradient's squared norm (s) and its noise at scale 1 (v)."""
+    """The gradient's squared norm (s) and noise at scale 1 (v)."""
 
     sqr: float
     var: float
     error: float = 0.0  # the standard error of `sqr`, in units of `var`
 
     def shifted(self, errors: float) -> Noise:
-        """Return the noise with `sqr` higher by this number of standard errors."""
         return Noise(max(self.sqr + errors * self.error * self.var, 0.0), self.var)
 
 
@@ -116,7 +106,7 @@ def fastest_passes(noise: Noise, time: StepTime, scale_per_pass: float, most: in
         return most
     low = max(1, math.floor(best))
     high = min(low + 1, most)
-    # On a tie, prefer the smaller batch, which takes fewer samples.
+    # On a tie, the smaller batch takes fewer samples.
     return max((low, high), key=lambda n: (goodput(noise, time, scale_per_pass, n), -n))
 
 
@@ -133,13 +123,13 @@ def most_efficient_passes(noise: Noise, least: float, scale_per_pass: float, mos
     largest = (_ratio(noise.var, noise.sqr) * (1.0 - least) + 1.0) / least
     if least >= 1.0 and noise.sqr > 0.0:
         largest = 1.0
-    # The tolerance corrects rounding of an integer.
+    # The tolerance corrects rounding.
     passes = largest / scale_per_pass + 1e-9
     return most if passes >= most else max(1, math.floor(passes))
 
 
 def _ratio(numerator: float, denominator: float) -> float:
-    """Return the ratio; infinite if only the denominator is zero, and zero if both are."""
+    """Return the ratio: infinity for a zero denominator, and zero for 0 / 0."""
     if denominator > 0.0:
         return numerator / denominator
     return math.inf if numerator > 0.0 else 0.0
@@ -181,7 +171,7 @@ def decide(
     if limits.goal == "steps" or limits.most == 1:
         target = limits.most
     elif noise is None:
-        # One more pass: a single gradient on a single worker gives no estimate of the noise.
+        # A single gradient on a single worker gives no estimate of the noise.
         other = passes_here + 1 if passes_here < limits.most else passes_here - 1
         return Decision(other, "explore", other)
     elif limits.goal == "time" and time is None:
@@ -189,8 +179,8 @@ def decide(
         other = _neighbouring_passes(passes_here, limits.most) if timed_here else passes_here
         return Decision(other, "explore", other)
     else:
-        # Growing must pay with less noise: `sqr` higher by `CAUTION` standard errors. Shrinking
-        # must pay with `sqr` one standard error lower.
+        # Growing must pay even if `sqr` is higher by `CAUTION` standard errors. Shrinking must pay
+        # even if `sqr` is one standard error lower.
         used = noise.shifted(+CAUTION)
         target = _best_passes(used, time, scale_per_pass, limits)
         if target < passes_here:
@@ -217,7 +207,7 @@ def _best_passes(noise: Noise, time: StepTime | None, scale_per_pass: float, lim
 
 
 def _cost_of_step(time: StepTime | None, scale_per_pass: float, limits: Limits) -> StepTime | None:
-    """Return the cost of a step, in seconds or in samples; None with a stated efficiency."""
+    """Return the cost of a step, in seconds or in samples."""
     if limits.goal == "time":
         return time
     return None if limits.efficiency is not None else StepTime(PRICE_OF_A_STEP, scale_per_pass)

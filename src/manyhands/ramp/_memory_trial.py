@@ -1,8 +1,8 @@
 """Find the largest micro-batch that fits into memory, by trial.
 
 Sizes double until a trial fails, followed by bisection. All ranks try equal sizes, and agree after
-each. The model must be plain: its passes have no collectives, so no rank waits for a rank without
-memory.
+each. The passes of the plain model have no collectives, so no rank waits for a rank that runs out
+of memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def largest_micro_batch(
     Args:
         model: the plain model.
         loss: `loss(model, batch)` returns the loss, on which `backward()` is called.
-        batch: an example from the loader; its size is tried first. The first dimension of every
+        batch: an example from the loader, of the size to try first. The first dimension of every
             tensor is the sample dimension, along which larger batches repeat the samples.
         most: the largest size to try.
         memory: the bytes that a pass may take, such as "6 GiB". The default is nine tenths of the
@@ -120,7 +120,7 @@ def _largest_pass_that_fits(fits: Callable[[int], bool], least: int, most: int) 
 def _bytes_of_pass(
     model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch, device: torch.device
 ) -> float:
-    """Return the peak bytes of a pass; infinite if memory runs out."""
+    """Return the peak memory of a pass; infinity if memory runs out."""
     if device.type == "cpu":
         return _bytes_kept(model, loss, batch)
     accelerator = torch.accelerator
@@ -140,12 +140,11 @@ def _bytes_of_pass(
 def _bytes_kept(
     model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch
 ) -> float:
-    """Return the bytes that autograd saves for backward, without the model's tensors."""
+    """Return the bytes that autograd saves, without the model's tensors."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        """Count a saved tensor unless the model owns its memory."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -167,7 +166,7 @@ def _run_pass(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batc
 
 
 def _resized_batch(batch: Batch, samples: int) -> Batch:
-    """Return the example batch, cut or repeated to this number of samples."""
+    """Cut or repeat the example batch to this number of samples."""
 
     def resize(tensor: Tensor) -> Tensor:  # (samples of the example, ...) -> (samples, ...)
         return tensor[torch.arange(samples, device=tensor.device) % len(tensor)]

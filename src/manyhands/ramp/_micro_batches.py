@@ -1,9 +1,7 @@
 """Hand out the micro-batches of each step, from any loader or with growing micro-batches.
 
-**Any loader** (`Supply`). A step takes a micro-batch per pass, and more micro-batches are ready for
-the following steps. All ranks take equal numbers and end together: a rank at the end of its data
-reports the remaining number before any rank needs more. The reports travel in the rule's
-collective.
+**Any loader** (`Supply`). All ranks take equal numbers of micro-batches and end together: each rank
+has micro-batches ready for the following steps, and reports the number in the rule's collective.
 
 **A loader with growing micro-batches** (`StepLoader`). A *unit* is a rank's part of the small
 batch: `batch_size` divided by the number of ranks. A step has equal units on all ranks, in as few
@@ -13,19 +11,17 @@ passes as memory allows:
                          that a compiled model sees few shapes
     units > most         passes of `most` units each
 
-Order and position follow `Cursor` (`data/_order.py`, `data/_ledger.py`): all ranks know these, and
-take neighboring parts of a step. Every sample occurs once per epoch, and a run that resumes on a
-different number of ranks continues after the last step's samples. At the end of an epoch a step has
-the remaining complete units.
+Order and position follow `Cursor` (`data/_order.py`, `data/_ledger.py`). Every sample occurs once
+per epoch, and a run that resumes on a different number of ranks continues after the last step's
+samples. The last step of an epoch has the remaining complete units.
 
-With worker processes (`num_workers`) micro-batches are ordered in advance, so a new size takes
-effect a few steps later, at an equal step on all ranks.
+With worker processes (`num_workers`), a new size takes effect a few steps later, because
+micro-batches are ordered in advance.
 
 **A trainer's loader** (`StepPasses`). Lightning and the Hugging Face Trainer step whenever `batches
-% passes == 0`, counted from the start of the epoch. If a 2 is replaced by a 3 after the first step,
-the next step has only batch 3, and the following step has batches 4 to 6. `StepPasses(p, start=s)`
-gives the right modulo for a step of p passes after s batches. The trainer then divides losses and
-steps as with a plain number.
+% passes == 0`, counted from the start of the epoch. A change from 2 to 3 passes after the first
+step would end the next step after a single batch. `StepPasses(p, start=s)` gives the right modulo
+for a step of p passes after s batches.
 """
 
 from __future__ import annotations
@@ -107,7 +103,7 @@ def sizes(most_per_pass: int) -> list[int]:
 class MicroBatches(Generic[Batch]):
     """The micro-batches of a step, as a sequence.
 
-    A loop runs all micro-batches except the last inside the model's `no_sync()`, if present.
+    Iteration enters the model's `no_sync()`, if present, for all micro-batches except the last.
     """
 
     _batches: Sequence[Batch]
@@ -158,7 +154,7 @@ class Supply:
     ) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step, until any rank's data has ended.
 
-        `look_ahead` returns the number of micro-batches to have ready.
+        `look_ahead` returns the number of micro-batches to prepare.
         """
         self._loops += 1
         loop = self._loops
@@ -192,7 +188,6 @@ class Supply:
                 )
 
     def report(self) -> int:
-        """Return the number of ready micro-batches on this rank."""
         self._reported_at = self._handed_out
         return self._ready
 
@@ -204,10 +199,7 @@ class Supply:
             self._left = int(min(report.batches for report in reports)) - used_since
 
     def _fewest_ready(self, ready: int) -> int:
-        """Return the smallest number of ready micro-batches over all ranks.
-
-        A separate collective, for the start of the data and after a skipped step.
-        """
+        """Return the minimum over all ranks, by a separate collective."""
         ranks: RankGroup = self._optimizer.gradient_ranks
         if ranks.size == 1:
             return ready
@@ -250,7 +242,6 @@ class StepLoader(DataLoader[Any]):
         super().__init__(dataset, batch_sampler=_Order(self), **options)
 
     def _units_within(self, local_batch_size: int | None) -> int:
-        """Return the number of units in a pass of up to this many samples on a rank."""
         if local_batch_size is None:
             return 1
         why = (
@@ -290,10 +281,7 @@ class StepLoader(DataLoader[Any]):
     # -- steps ---------------------------------------------------------------------------------
 
     def steps(self, plan: Callable[[], StepSize]) -> Iterator[list[Any]]:
-        """Yield each step's micro-batches, through an epoch.
-
-        `plan` returns the size of a step when its samples are ordered.
-        """
+        """Yield each step's micro-batches; `plan` returns the size of a step in advance."""
         yield from map(list, self._ordered_steps(plan))
 
     def _ordered_steps(self, plan: Callable[[], StepSize]) -> Iterator[Iterator[Any]]:
@@ -345,7 +333,7 @@ class StepLoader(DataLoader[Any]):
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue after the last step's samples, on any number of ranks.
 
-        The remaining data comes first, in its original order.
+        The remaining data is used first, in the original order.
         """
         self._ledger = self._parse_position(state_dict)
 
@@ -387,5 +375,5 @@ class StepPasses(int):
         return (batches - self.start) % int(self)
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        """Pickle as a plain number: trainers save their settings."""
+        # Trainers save this in their settings.
         return int, (int(self),)

@@ -1,48 +1,42 @@
 """Observe a run's steps for `Ramp`: noise, step times, ranks.
 
-**`NoiseWatch`: error and memory of the noise estimate.** A few steps with few passes give a poor
-estimate of |true gradient|^2. If noise dominates and is Gaussian, a step with n small batches
-estimates sqr = |true gradient|^2 (`scaling/_noise.py`) with the variance
+**`NoiseWatch`: error and memory of the noise estimate.** If noise dominates and is Gaussian, a step
+with n small batches estimates sqr = |true gradient|^2 (`scaling/_noise.py`) with the variance
 
     2 var^2 / (d n (n - 1))      var: the noise at scale 1, of a small batch
 
-for noise in d directions of equal size. If micro-batches are larger than the small batch, the scale
-S is larger than n, and each of the n gradients has S / n times less noise. The variance of an
-average with weights w_k is the sum of w_k^2 times the variances of the steps. So the error relative
-to var needs only n, d and the weights:
+for noise in d directions of equal size. If micro-batches are larger than the small batch, each of
+the n gradients has S / n times less noise. For an average with weights w_k, the error relative to
+var is
 
     error = sqrt(sum w_k^2 2 / (d n_k (n_k - 1))) / sum w_k
 
-1 / d is measured: the mean squared deviation of the steps' estimates from their average, divided by
-its expected value for d = 1. The initial value 1, which is also the upper limit, has the weight of
+1 / d is the mean squared deviation of the steps' estimates from the average, relative to the
+expected value for d = 1. The initial value 1 is also the upper limit, with the weight of
 `PRIOR_STEPS` steps.
 
 *Memory* is the number of small batches in the averages. A long memory has a small error, but lags
 behind growing noise. With n gradients per step, M small batches have an error of sqrt(2 / (n M))
 var in the worst case (d = 1). `memory_for` returns the M with an error of half of sqr, but no less
-than `MEMORY_STEPS` steps: the gain multiplies the learning rate, and the gain of a single step
-jumps by factors of 2 or 4, which can raise the loss. A memory based on the measured d also follows
-single steps too closely (`docs/notes.md`).
+than `MEMORY_STEPS` steps: the gain of a single step jumps by factors of 2 or 4, which can raise the
+loss. A memory based on the measured d also follows single steps too closely (`docs/notes.md`).
 
 `Ramp` grows the batch only if sqr + 0.7 error var calls for a larger batch. Otherwise an early
-estimate near zero would look like pure noise, and the run would jump to the largest batch.
-Shrinking requires that sqr - error var calls for a smaller batch.
+estimate near zero would select the largest batch. Shrinking requires that sqr - error var calls for
+a smaller batch.
 
 **`StepTimer`: step times.** A step of p passes takes a + b p seconds on the slowest worker,
 including data, backward, communication and optimizer. `StepTimes` stores the last `WINDOW` steps.
-For each p it takes the mean, where a pause (an evaluation, a checkpoint, a compilation) counts as
-no more than `CUT_OFF` times the usual deviation from the median. The slope b is the weighted median
-of the slopes between pairs of numbers of passes (Theil and Sen), and a is the weighted median of
-the remainders. This makes the fit robust to pauses and to a single bad number of passes.
+For each p it computes a mean in which a pause (an evaluation, a checkpoint, a compilation) counts
+as no more than `CUT_OFF` times the usual deviation from the median. The slope b is the weighted
+median of the slopes between pairs of numbers of passes (Theil and Sen). The constant a is the
+weighted median of the remainders.
 
 Ranks that average gradients have equal step times in the long run. The maximum over ranks of a
-single step is larger: it is mostly from a rank that was early in the previous step and late in this
-step. So `SlowestRank` selects a rank to take times from, until the times of a different rank are
-longer by the factor `SLOWER`.
+single step is larger. So `SlowestRank` selects a rank to take times from, until the times of a
+different rank are longer by the factor `SLOWER`.
 
-In blocks, some steps are followed by a sync round. `SyncRounds` divides the time of the rounds
-evenly among all steps. A larger batch takes fewer steps for equal samples, and therefore fewer
-rounds.
+`SyncRounds` divides the time of the sync rounds of blocks evenly among all steps.
 """
 
 from __future__ import annotations
@@ -77,7 +71,7 @@ FADING = 0.99  # the weight of past times of ranks, per step
 
 
 class NoiseWatch:
-    """Follows the averaged noise of a rule, and the error of the average."""
+    """Follows the averaged noise of a rule, with the error of the average."""
 
     def __init__(self, rule: ScalingRuleBase) -> None:
         self._rule = rule
@@ -88,17 +82,14 @@ class NoiseWatch:
         self.evidence = Evidence()
 
     def measured(self) -> Noise | None:
-        """Return the noise and the error of its signal; None before the first measurement."""
+        """Return the noise with the error of `sqr`; None before the first measurement."""
         average = self._port.history.average
         if not average.measured:
             return None
         return Noise(average.sqr_of(), average.var_of(), self.evidence.error)
 
     def add_step(self) -> None:
-        """Update the error if the rule has measured the noise in this step.
-
-        A rule cannot measure a single gradient at scale 1, or overflowing gradients.
-        """
+        """Update the error if the rule has measured the noise in this step."""
         rule = self._rule
         port = self._port
         before = self._average
@@ -130,7 +121,6 @@ class NoiseWatch:
             self.evidence = Evidence()
 
     def set_memory(self) -> None:
-        """Set the memory of the averages: see `memory_for`."""
         batch = self._port.batch
         average = self._port.history.average
         if average.measured:
@@ -152,7 +142,6 @@ class NoiseWatch:
         self.evidence = evidence
 
     def rule_was_loaded(self) -> None:
-        """Take the rule's loaded average, and set its memory again."""
         self._average = self._port.history.average
         self._port.set_memory(self._memory)
 
@@ -180,13 +169,12 @@ class Evidence:
         expected = _variance(small_batches, scale)
         if self.weight:
             expected += self.squares / self.weight**2
-        # Long-tailed noise has rare large deviations, and the signal may have changed.
+        # Long-tailed noise has rare large deviations.
         squared = min(deviation**2 / expected, LARGEST_DEVIATION)
         self.deviations = DEVIATIONS_FADE * self.deviations + squared
         self.steps = DEVIATIONS_FADE * self.steps + 1.0
 
     def add(self, small_batches: float, scale: float, smoothing: float) -> None:
-        """Add a step; `smoothing` is the weight of the past in the average."""
         if small_batches < 2:
             return  # no pairs of gradients to compare
         variance = _variance(small_batches, scale)
@@ -242,11 +230,9 @@ class StepTimer:
         self._began: float | None = None
 
     def skip(self) -> None:
-        """Exclude the time since the last step from the next step."""
         self._began = None
 
     def step_ended(self, units: int, counts: bool) -> None:
-        """Record the time of this step, if it counts."""
         now = time.perf_counter()
         correction = self.sync_rounds.correct_step()
         if self._began is not None and counts:
@@ -254,11 +240,9 @@ class StepTimer:
         self._began = now
 
     def fits(self, ranks: int) -> bool:
-        """Return whether the times are from this number of ranks."""
         return len(self._slowest.seconds) in (0, ranks)
 
     def add_reports(self, reports: Sequence[RankReport]) -> None:
-        """Add the time of a step from the ranks' reports."""
         slowest = reports[self._slowest.find([report.seconds for report in reports])]
         if slowest.seconds > 0.0:
             self.times.add(int(slowest.timed_passes), slowest.seconds)
@@ -296,7 +280,7 @@ class StepTimes:
         self.steps.append((passes, seconds))
 
     def seconds_by_passes(self) -> dict[int, tuple[float, int]]:
-        """Return for each number of passes the usual seconds and the number of steps."""
+        """Return the usual seconds and the number of steps, by passes."""
         by_passes: dict[int, list[float]] = {}
         for passes, seconds in self.steps:
             by_passes.setdefault(passes, []).append(seconds)
@@ -307,17 +291,15 @@ class StepTimes:
         return usual
 
     def fit(self) -> StepTime | None:
-        """Return the fitted time of a step; None until two numbers of passes were timed."""
+        """Return the fit; None until two numbers of passes were timed."""
         levels = self.seconds_by_passes()
         if len(levels) < 2:
             return None
         slopes = []
         for (p1, (t1, n1)), (p2, (t2, n2)) in combinations(levels.items(), 2):
-            # Distant and frequent numbers of passes have more weight.
             slopes.append(((t2 - t1) / (p2 - p1), (p2 - p1) * min(n1, n2)))
         shortest = min(seconds / passes for passes, (seconds, _) in levels.items())
-        # A pass takes some time, and no more than its part of a step: `fixed` must not be
-        # negative.
+        # Bounds: a pass takes some time, and `fixed` must not be negative.
         per_pass = min(max(weighted_median(slopes), 1e-3 * shortest), shortest)
         rest = [(max(t - per_pass * p, 0.0), n) for p, (t, n) in levels.items()]
         return StepTime(weighted_median(rest), per_pass)
@@ -332,7 +314,7 @@ class SyncRounds:
     latest: float = 0.0  # seconds of the rounds since the last step
 
     def correct_step(self) -> float:
-        """Return the correction of a step's time: its share of all rounds, minus its own rounds.
+        """Return the share of all rounds minus the rounds since the last step.
 
         >>> rounds = SyncRounds()
         >>> rounds.latest = 8.0  # a round
@@ -372,7 +354,7 @@ class SlowestRank:
 def robust_mean(values: Sequence[float]) -> float:
     """Return the mean of the values, clipped to a range around the median.
 
-    A mean, because the tail of the times will recur.
+    The tail of the times will recur, so a mean instead of the median.
 
     >>> round(robust_mean([1.0, 1.1, 1.2, 1.1, 9.0]), 2)
     1.19

@@ -7,11 +7,8 @@ scaling rule (`scaling/_payload.py`):
     the time of a step      on the slowest rank, from each rank's report of its last step
     the micro-batches left  on the rank with the fewest, from each rank's report
 
-So all ranks make equal decisions (`_decision.py`) without a further collective. A decision changes
-the number of backward passes of the next steps, and with it the scale. The rule then changes the
-learning rate as for any scale.
-
-All ranks end an epoch together, with the last complete step (`_micro_batches.py`).
+So all ranks make equal decisions (`_decision.py`) with no further collective. A decision changes
+the number of backward passes of the next steps, and thus the scale and the learning rate.
 """
 
 from __future__ import annotations
@@ -140,7 +137,7 @@ class Ramp:
                 f"scale of {self._scale_per_unit:g}, and a step has {units} of them. Raise "
                 "max_scale, or start with fewer passes or a smaller micro-batch."
             )
-        # Raises if the rule cannot scale this optimizer to the largest batch.
+        # Raises if the rule cannot scale this optimizer.
         self._port.check_step(most, self._scale_per_unit)
         self._limits = replace(self._limits, most=most)
         self._units = units
@@ -167,7 +164,7 @@ class Ramp:
             self._set_units(1)
             self._moments_scale = self.scale
 
-    # -- what a loop asks for ------------------------------------------------------------------
+    # -- the loop's interface ------------------------------------------------------------------
 
     @property
     def units(self) -> int:
@@ -202,19 +199,17 @@ class Ramp:
         """Yield the micro-batches of each step, until the data has ended.
 
         Call `optimizer.step()` once for each item. At the end of the data a step may have fewer
-        micro-batches. If ranks have different numbers of micro-batches, all ranks end with the rank
-        that has the fewest.
+        micro-batches. All ranks end with the rank with the fewest micro-batches.
 
         The micro-batches of an `AdaptiveDataLoader` grow, up to its `max_local_batch_size`. Batches
         of a `Cursor` count as trained only when handed out.
 
-        `count` returns the number of tokens in a micro-batch. In this case, call `backward()` on
-        `micro_batches.mean(loss_sum)`: the step's loss is the mean over all tokens (see
-        `WeightedMean`).
+        `count` returns the number of tokens in a micro-batch. Then call `backward()` on
+        `micro_batches.mean(loss_sum)`: the loss is the mean over all tokens (see `WeightedMean`).
         """
         if isinstance(loader, StepLoader):
             self._bind(loader)
-        self._timer.skip()  # the time between two epochs belongs to no step
+        self._timer.skip()  # excludes the time between epochs
         if isinstance(loader, StepLoader):
             for step in loader.steps(self._next_size):
                 self._begin_step(loader.size)
@@ -237,7 +232,7 @@ class Ramp:
     def _over_cursor(
         self, cursor: BaseCursor, count: Callable[[Any], int | float | Tensor] | None
     ) -> Iterator[MicroBatches[Any]]:
-        """Yield steps of a cursor's batches, each counted when handed out."""
+        """Yield steps of a cursor's batches, which are counted when handed out."""
         with cursor.ahead() as batches:
             for step in self._supply.steps(batches, self._next_units, self._look_ahead):
                 counts: list[int | float | Tensor] = []
@@ -276,19 +271,19 @@ class Ramp:
         return MicroBatches(step, self._no_sync, mean)
 
     def _look_ahead(self) -> int:
-        """Return the number of micro-batches to have ready until ranks report."""
+        """Return the number of micro-batches to prepare before ranks report."""
         largest = math.ceil(self._units * GROWTH) + 1
         return min(largest, self._limits.most) * 2
 
-    # -- what the rule calls -------------------------------------------------------------------
+    # -- the rule's interface ------------------------------------------------------------------
 
     def report(self) -> RankReport:
-        """Return the time of this rank's last step, and the number of ready batches."""
+        """Return this rank's last step time, and the number of ready batches."""
         seconds, passes = self._timer.last
         return RankReport(seconds=seconds, timed_passes=passes, batches=self._supply.report())
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
-        """After an optimizer step, take its time and decide about the next steps."""
+        """Record the time of an optimizer step, and decide about the next steps."""
         units = self.optimizer.passes
         if self._loader is not None:
             units *= self._loader.size.per_pass
@@ -300,7 +295,7 @@ class Ramp:
         self._timer.add_reports(reports)
         if self._steps % EVERY == 0 or self._decides_every_step():
             self._decide()
-        # In a loop over data, the rule describes this step until the next is handed out.
+        # In `over`, the rule describes this step until the next is handed out.
         if self._loader is None and not self._supply.hands_out:
             self._begin_step(StepSize(self._units, 1))
 
@@ -337,9 +332,9 @@ class Ramp:
     def begin_step(self, passes: int) -> None:
         """Declare the number of backward passes of the next step, if not `ramp.passes`.
 
-        For a loop that fetches data otherwise and has too few batches left. Call it on every rank,
-        before the step's first pass, and divide the step's losses by `passes`. The following step
-        has `ramp.passes` again.
+        For a loop that fetches data otherwise, at the end of the data. Call it on every rank before
+        the step's first pass, and divide the step's losses by `passes`. The following step has
+        `ramp.passes` again.
         """
         if self._loader is not None or self._port.batch.loop.decides:
             raise RuntimeError(
@@ -358,9 +353,8 @@ class Ramp:
         self._timer.skip()
 
     def _begin_step(self, size: StepSize) -> None:
-        """Let the rule expect a step of this size, on all ranks at an equal step count."""
         self._expect(size)
-        # Not for a short step at the end of the data.
+        # Not for a short step.
         scale = self.scale
         if (
             size == self._size
@@ -438,10 +432,7 @@ class Ramp:
         self.after_load()
 
     def after_load(self) -> None:
-        """Set the rule to this batch: the rule's loaded state may have a different batch.
-
-        The rule's second moments follow in the next step.
-        """
+        """Set the rule to this batch. Second moments follow in the next step."""
         saved = self._saved
         self._port.set_scale_of_passes()  # from now on the batch changes
         most = max(1, self._most_units)
@@ -466,7 +457,7 @@ class SavedRamp:
 
     @classmethod
     def parse(cls, state_dict: object) -> SavedRamp:
-        """Return the parsed state, or raise a ValueError, without changes."""
+        """Return the parsed state, or raise a ValueError."""
         saved = SavedEntries(state_dict, "a Ramp")
         return cls(
             scale=saved.real("scale", above=0.0),
@@ -495,14 +486,14 @@ def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[
         )
     contexts: Iterator[Callable[[], AbstractContextManager[object]]] = repeat(no_sync)
     if getattr(model, "static_graph", False):
-        # DDP records the graph in its first pass, which must not be inside `no_sync()`.
+        # DDP records the graph in the first pass, which must be outside `no_sync()`.
         contexts = chain([nullcontext], contexts)
     return lambda: next(contexts)()
 
 
 @contextmanager
 def _without_sync(set_sync: Callable[[bool], object]) -> Iterator[None]:
-    """Let a module of `fully_shard` accumulate inside, like `no_sync()` of other modules."""
+    """The `no_sync()` of `fully_shard`."""
     set_sync(False)
     try:
         yield

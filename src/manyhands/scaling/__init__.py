@@ -2,7 +2,7 @@
 
 To understand AdaScale, read five files in this order:
 
-_hooks.py           autograd hooks that measure |g| of each parameter in each backward pass,
+_hooks.py           autograd hooks that measure |g| of each parameter in a backward pass,
                     including the unsharded tensors of `fully_shard`
 _step.py            size of the batch, passes of a step, divisor of the gradient
 _optimizer.py       `RuleCore`, the state of a rule, and `step`

@@ -1,7 +1,7 @@
 """Bind a rule to an optimizer, and replace methods of the optimizer.
 
-A bound rule wraps the optimizer (`_optimizers/wrappers.py`), and calls the original methods
-that `Binding` stores. `patch` replaces the methods on the instance.
+A bound rule wraps the optimizer (`_optimizers/wrappers.py`) and calls the methods that `Binding`
+stores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ PATCHED = ("step", "zero_grad", "state_dict", "load_state_dict", AMP)
 
 
 def claimed_by(optimizer: Optimizer) -> Optimizer | None:
-    """Return the existing rule that `Binding.claim` has stored on the optimizer."""
     mark = optimizer.__dict__.get(MARK)  # excludes attributes of an inner optimizer
     if mark is None:
         return None
@@ -36,7 +35,7 @@ def claimed_by(optimizer: Optimizer) -> Optimizer | None:
 
 
 class Binding:
-    """An optimizer's original methods, and a rule's changes to the instance."""
+    """An optimizer's original methods, with a rule's changes to the instance."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -55,8 +54,7 @@ class Binding:
     def patch(self, rule: Optimizer) -> None:
         """Replace the optimizer's methods by the rule's, as adaptdl does, until `release`.
 
-        A loop that calls the optimizer's `step` also calls `state_dict` and `load_state_dict`,
-        which must include the rule's statistics and progress.
+        The replaced `state_dict` and `load_state_dict` include the rule's state.
         """
 
         def forward(name: str) -> Callable[..., Any]:
@@ -66,8 +64,7 @@ class Binding:
             return call
 
         def load_state_dict(_: Optimizer, state_dict: StateDict) -> None:
-            # Without our entry (a bare run, or torch.distributed.checkpoint), the dict contains
-            # only the optimizer's state. Statistics and progress do not change.
+            # A bare run and torch.distributed.checkpoint save only the optimizer's state.
             if KEY in state_dict:
                 rule.load_state_dict(dict(state_dict))
             else:
@@ -110,10 +107,7 @@ class Binding:
 
 
 def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> None:
-    """Raise if this is not an optimizer, or if another rule wraps it.
-
-    `rule` is the name of the rule's class, and `rules` the base of all rules.
-    """
+    """Raise if this is not an optimizer, or if a rule wraps it already."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{rule} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     for each in unwrap(optimizer):
@@ -128,7 +122,6 @@ def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> N
 def check_ranks_agree(
     optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Options
 ) -> None:
-    """Raise on every rank if options or parameters differ between ranks."""
     groups = optimizer.param_groups
     params = params_of(groups)
     scale = batch.scale_for(batch.passes)

@@ -6,10 +6,9 @@ The hooks are on each parameter's `AccumulateGrad` node, which runs after all ho
 and before DDP averages. `module.to(...)` may give a parameter a new node without our hook.
 
 On a GPU, a norm of a single gradient takes more time on the host than on the device. Gradients are
-therefore queued until they have `TOGETHER` elements, and measured together. The queue contains
-aliases: autograd copies a gradient into `.grad` if another reference to the tensor exists. An
-autograd callback measures the rest before DDP's callback, which writes the means into the same
-memory.
+therefore queued and measured together. The queue contains aliases: autograd copies a gradient into
+`.grad` if another reference to the tensor exists. An autograd callback measures the rest before
+DDP's callback writes the means into the same memory.
 
 Memory
     norms          parameter index -> |g|, from the pass's first gradient until `reset`
@@ -21,13 +20,12 @@ Memory
 During forward and backward, `fully_shard` replaces the DTensors by *unsharded* parameters,
 permanent objects with temporary memory.
 
-In a sharded module, the parameters are the optimizer's, by identity, which determines their names.
-`unshard()` inserts the unsharded parameters under these names, and `reshard()` removes these. This
-public interface costs an all-gather of the parameters, module by module, when the rule is created.
+A sharded module contains the optimizer's parameters, which determines their names. `unshard()`
+inserts the unsharded parameters under these names, at the cost of an all-gather per module when the
+rule is created.
 
-Unless the model is an argument, the garbage collector returns the few instances of the classes that
-`fully_shard` creates. (A global forward hook would find only modules that are called, possibly
-after the replacement of their parameters.)
+Unless the model is an argument, the garbage collector finds the modules. (A global forward hook may
+run after the replacement of parameters.)
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ from manyhands._tensors.flat import SHORT, DTensorShards, is_dtensor, local_shar
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-# Floats on a CPU, where tensors are much slower. On a GPU, a float would
-# require a synchronization.
+# Floats on a CPU, where tensors are slower; on a GPU, a float would synchronize.
 Norm = Tensor | float
 
 # (parameter index, local elements of the gradient, a function that selects these elements of any
@@ -62,17 +59,15 @@ Norm = Tensor | float
 GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
 
 
-# Elements of gradients on a device per operation. torch assigns 65,536 to a block of
-# threads: fewer elements do not saturate an H200 (2**22: 3.1 ms for 124 M quotients, 2**24: 2.4 ms,
-# 2**26: 2.1 ms), and more need more memory.
+# Elements of gradients on a device per operation. Fewer do not saturate an H200 (2**22: 3.1 ms for
+# 124 M quotients, 2**24: 2.4 ms, 2**26: 2.1 ms), and more need more memory.
 TOGETHER = 16 * 2**20
 
 
 class PlainNorm:
     """Euclidean norms of gradients. Subclasses define other norms (`_preconditioned.py`).
 
-    Methods identify a gradient by the parameter's index. Norms are computed of a pass's
-    gradients, of the mean, and of differences of means.
+    Methods identify a gradient by the parameter's index.
     """
 
     columns = 0  # numbers in a row of `to_state`
@@ -81,10 +76,7 @@ class PlainNorm:
         return norm(grad)
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Sequence[Norm]:
-        """Return the norms of full gradients.
-
-        One call measures all dense float32 gradients that are short or on a device.
-        """
+        """Return norms of full gradients, in one operation for all short or GPU gradients."""
         norms: list[Norm] = []
         together = {}
         for position, grad in enumerate(grads):
@@ -108,8 +100,6 @@ class PlainNorm:
         """The gradients of the current norms: "plain" or "preconditioned"."""
         return "plain"
 
-    # A plain norm does not depend on the optimizer and has no state.
-
     def optimizer_stepped(self) -> None:
         """Update after a step that changed the optimizer's state. Called on every rank."""
 
@@ -128,10 +118,7 @@ class PlainNorm:
 
 
 class GradientHooks:
-    """Hooks that measure gradients in a backward pass. Deleting this object removes the hooks.
-
-    Every hook notifies `passes`, which detects the beginning and end of a backward pass.
-    """
+    """Hooks that measure gradients in a backward pass. Deleting this object removes the hooks."""
 
     def __init__(self, norms: PlainNorm, passes: BackwardPasses) -> None:
         self.passes = passes
@@ -152,10 +139,7 @@ class GradientHooks:
         self._handles: list[tuple[RemovableHandle, Tensor, Node]] = []
 
     def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:
-        """Measure the gradients of these parameters only.
-
-        `unsharded` contains the tensors that replace the DTensors of `fully_shard` in forward.
-        """
+        """Measure these parameters; `unsharded` contains the tensors that replace DTensors."""
         self.remove()
         self._on_cpu = all(param.device.type == "cpu" for param in params)
         self._params = [unsharded.get(i, p) for i, p in enumerate(params)]
@@ -183,7 +167,7 @@ class GradientHooks:
 
     @property
     def parameters_moved(self) -> bool:
-        """Whether parameters have lost their hooks, because they were moved or converted."""
+        """Whether parameters were moved or converted, which removes their hooks."""
         return any(_accumulator(param) is not node for _, param, node in self._handles)
 
     def replay(self, result: object, closure: Callable[[], object]) -> Callable[[], object]:
@@ -209,7 +193,6 @@ class GradientHooks:
         self._elements = 0
 
     def finish_pass(self, factor: float) -> dict[int, Norm]:
-        """Return the norms of the pass, including summed gradients, multiplied by `factor`."""
         self.measure_queued()
         for index, partial_sum in self.partial_sums.items():
             self.norms[index] = self._kind.one(index, partial_sum)
@@ -233,8 +216,8 @@ class GradientHooks:
             self.measure_queued()
 
     def measure_queued(self) -> None:
-        # If other code (a hook on `.grad`) has changed a gradient, this step's statistics are
-        # invalid. Later gradients of that parameter are measured immediately.
+        # If other code (a hook on `.grad`) has changed a gradient, the step's statistics are
+        # invalid, and later gradients of that parameter are measured immediately.
         if not self.queued:
             return
         changed = {i for i, (grad, version) in self.queued.items() if grad._version != version}
@@ -246,9 +229,8 @@ class GradientHooks:
         self._elements = 0
 
     def _on_repeated_gradient(self, index: int, grad: Tensor) -> None:
-        # A reentrant checkpoint that uses the parameter again causes this. If the norm of `.grad`
-        # equals the measured norm, `.grad` is the first part. Otherwise, the statistics of this
-        # step are invalid. In later steps, all parts of the gradient are summed.
+        # The cause is a parameter shared by reentrant checkpoints. Unless `.grad` is the measured
+        # first part, the step's statistics are invalid. Later steps sum all parts.
         self._repeated.add(index)
         first = self._params[index].grad
         measured = float(self.norms.pop(index))
@@ -263,7 +245,7 @@ class GradientHooks:
 def _on_gradient(
     hooks_ref: weakref.ref[GradientHooks], index: int, grads: tuple[Tensor | None]
 ) -> None:
-    """Measure a parameter's gradient. (Called for each parameter, so speed is essential.)"""
+    # Called for each parameter, so speed is essential.
     hooks = hooks_ref()
     grad = grads[0]
     if hooks is None or grad is None or hooks._paused:
@@ -289,7 +271,7 @@ def _on_gradient(
         hooks.queue(index, grad)
         return
     if index in hooks._plain_and_short and grad.dtype is float32 and grad.layout is strided:
-        # This repeats `one`, to save a Python call for most parameters.
+        # Repeats `one`, to save a Python call.
         measured: Norm = vector_norm(grad)
     else:
         measured = hooks._kind.one(index, grad)
@@ -335,7 +317,7 @@ def _version(grad: Tensor | None) -> int:
 
 
 def any_values(params: Sequence[Tensor]) -> bool:
-    """Return whether any gradient has a nonzero element. Synchronizes with a GPU."""
+    """Return whether any gradient is nonzero. Synchronizes with a GPU."""
     return any(_has_values(local_shard(p.grad)) for p in params if p.grad is not None)
 
 
@@ -353,10 +335,7 @@ def _has_values(grad: Tensor) -> bool:
 def unsharded_parameters(
     params: Sequence[Tensor], model: nn.Module | None = None
 ) -> dict[int, Tensor]:
-    """Return the unsharded parameters of the model, by index in `params`.
-
-    Call this function on every rank, because it gathers the parameters.
-    """
+    """Return the unsharded parameters by index in `params`. Call this on every rank."""
     index_of: dict[int, int] = {}
     for i, param in enumerate(params):
         if is_dtensor(param):
@@ -394,10 +373,7 @@ def unsharded_parameters(
 def find_unaveraged_gradients(
     params: Sequence[Tensor], unsharded: dict[int, Tensor], measured: Collection[int]
 ) -> str | None:
-    """Return an error message if `fully_shard` has not averaged all gradients of the last pass.
-
-    `measured` contains the indices of the parameters with a gradient in that pass.
-    """
+    """Return an error message if `fully_shard` has not averaged the `measured` gradients."""
     if any(i in unsharded and params[i].grad is None for i in measured):
         return (
             "after the step's last backward() there are gradients that fully_shard has not "
@@ -415,13 +391,13 @@ def find_unaveraged_gradients(
 
 
 def fsdp_modules(model: nn.Module | None) -> list[FSDPModule]:
-    """Return the modules that `fully_shard` was called on, in the model or in this process."""
+    """Return the sharded modules in the model or, if None, in this process."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
     if model is not None:
         return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    # `fully_shard` creates subclasses of FSDPModule. Instances refer to their classes.
+    # Instances refer to their classes, which are subclasses of FSDPModule.
     classes = _with_subclasses(fsdp.FSDPModule)
     return [thing for thing in gc.get_referrers(*classes) if type(thing) in classes]
 

@@ -1,11 +1,11 @@
 """Measure the norm of the mean gradient, once per step.
 
-Under DDP, every rank stores the full mean gradient, and reads a share of the long parameters. Every
-rank measures the short ones: their squared norm is equal on all ranks only if the gradients were
-averaged (`RankReport.shared_square`). Of sharded gradients, each rank measures local slices.
+Under DDP, each rank measures a share of the long parameters and all short parameters. The squared
+norm of the short parameters is equal on all ranks only if gradients were averaged
+(`RankReport.shared_square`). Of sharded gradients, each rank measures local slices.
 
-With a single rank and pass, a step has a single gradient a. It is compared with the gradient b of
-the previous step (`PreviousGradient`). As two small batches of a step of twice the size,
+With a single rank and pass, the gradient a is compared with the gradient b of the previous step
+(`PreviousGradient`), as two small batches of a step of twice the size:
 
     sum of squares    |a|^2 + |b|^2
     mean's square     |(a + b) / 2|^2 = (|a|^2 + |b|^2) / 2 - |a - b|^2 / 4
@@ -39,17 +39,17 @@ class StepFacts(NamedTuple):
     passes: int
     scale: float
     loss_scale: Tensor | float
-    # Factors of the squares of small batches and of the mean's square, for the loss scale and
-    # divisions by the passes; None if no correction is necessary.
+    # Factors of the small batches' squares and of the mean's square, for the loss scale and
+    # divisions by the passes; None: no correction.
     corrections: tuple[Tensor | float, Tensor | float] | None
     valid: bool
     small_batches: float | None  # compared on all ranks; None: the passes
 
 
 class MeanGradient:
-    """Measure the accumulated and averaged gradients of some parameter groups.
+    """Measure accumulated and averaged gradients.
 
-    With `compare_at_scale_1=False`, no gradients are compared at scale 1, where every gain is 1.
+    Unless `compare_at_scale_1`, gradients are not compared at scale 1, where every gain is 1.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class MeanGradient:
         self._group_tensors: dict[tuple[int, ...], Tensor] = {}
 
     def squares_per_group(self, norms: Mapping[int, Norm]) -> Tensor:
-        """Return the sum of squared norms per parameter group, in the device's widest float."""
         squares = self._square_all(list(norms.values()))
         groups = [self._group_of[i] for i in norms]
         return to_tensor(self._sum_by_group(squares, groups, self._groups), self._device)
@@ -111,10 +110,7 @@ class MeanGradient:
     def measure(
         self, squares: Tensor | None, norms: Mapping[int, Norm], facts: StepFacts
     ) -> LocalNumbers:
-        """Measure the mean gradient, and return this rank's numbers of the step.
-
-        `norms` belong to the last pass; `squares` are the sums over the earlier passes.
-        """
+        """Measure the mean. `norms` belong to the last pass, `squares` to the earlier passes."""
         small_batches: float = facts.passes * self._ranks.size
         if small_batches == 1:
             return self._compare_with_previous(facts)
@@ -133,7 +129,7 @@ class MeanGradient:
         return LocalNumbers(numbers, small_batches, shared_square)
 
     def _local_squares_and_mean(self, norms: Mapping[int, Norm]) -> tuple[Numbers, Norm]:
-        """Return local squares with this rank's part of |G|^2, per group; and the shared square."""
+        """Return per group the local squares, then the part of |G|^2; and the shared square."""
         # A single call sums all squares, because each operation on a small tensor is costly.
         grads = [param.grad for param in self._params]
         whole = {}  # the gradients without sharding
@@ -155,7 +151,7 @@ class MeanGradient:
         squares = self._square_all([*norms.values(), *mean_norms])
         groups = self._groups
         group_of = self._group_of
-        # Every rank has measured the common gradients, which rank 0 adds to the sum over ranks.
+        # Rank 0 adds the common gradients to the sum over ranks.
         uncounted = 2 * groups
         sum_into = [group_of[i] for i in norms]
         for i in measured:
@@ -229,7 +225,7 @@ def _flat_slice(start: int, length: int, whole: Tensor) -> Tensor:
 
 
 def _assign_params(params: Sequence[Tensor], ranks: RankGroup) -> tuple[list[int], list[int]]:
-    """Return the indices of the parameters that every rank measures, and of this rank's share."""
+    """Return the indices that every rank measures, and this rank's share."""
     if ranks.size == 1:
         return [], list(range(len(params)))
     short = []
@@ -251,10 +247,7 @@ def _assign_params(params: Sequence[Tensor], ranks: RankGroup) -> tuple[list[int
 
 
 class PreviousGradient:
-    """Stores the previous step's gradient, and measures the next gradient against it.
-
-    `grads` are in float32 or wider. `candidates` become `grads` after their step.
-    """
+    """Stores the previous step's gradient. `candidates` become `grads` after their step."""
 
     def __init__(self, norms: PlainNorm) -> None:
         self._norms = norms
@@ -292,7 +285,7 @@ class PreviousGradient:
         return result
 
     def remember(self) -> None:
-        """Store the measured gradient for the next step, unless any element is not finite."""
+        """Store the measured gradient for the next step if all elements are finite."""
         if not self.candidates:
             return
         # torch.where instead of `if` avoids a synchronization.
@@ -328,7 +321,7 @@ def parse_previous(saved: SavedEntries, params: Sequence[Tensor]) -> dict[int, T
     for index, (name, param) in enumerate(zip(previous, params, strict=False)):
         if previous.has(name):
             previous.check_tensor(name, param, finite=False)
-            # Copy: the gradient is modified in place, but the dict belongs to the caller.
+            # The dict belongs to the caller.
             grads[index] = torch.clone(previous[name]).to(param.device)
     return grads
 

@@ -5,16 +5,14 @@ n small batches have gradients g_1 ... g_n with the mean G. Then
     E |g_i|^2 = sqr + var          sqr = |true gradient|^2
     E |G|^2   = sqr + var / n      var = trace of the covariance of one g_i
 
-`estimate` solves these equations, and converts `var` to a batch of scale 1. If n small batches form
-a batch of scale S, var(scale 1) = var(one small batch) * S / n, because the noise of a mean is
-inversely proportional to the batch size.
+`estimate` solves these equations, and converts `var` to scale 1. If n small batches form a batch of
+scale S, var(scale 1) = var(one small batch) * S / n.
 
 `gain` is AdaScale's r (Johnson et al. 2020, eq. 5): the number of scale-1 steps that a step at
 scale S is worth. It is 1 if the gradients agree, and S if they are pure noise.
 
-The estimate of a single step is unbiased but very noisy. A rule uses the average over roughly the
-last 1 / (1 - smoothing) steps. With `measure_every=k`, every k-th step is measured and counts like
-k equal estimates in a row, which preserves the memory of the averages in steps:
+The estimate of a step is unbiased but noisy. A rule averages over roughly 1 / (1 - smoothing)
+steps. With `measure_every=k`, every k-th step is measured and counts like k equal estimates:
 
     average = smoothing^k average + (1 - smoothing^k) estimate
 
@@ -22,16 +20,12 @@ Within its memory, an average must contain at least `LEAST` small batches and `L
 steps. Every step is measured until the averages have filled their memory, and after non-finite
 gradients.
 
-A single exploded gradient can have a thousand times the usual noise. While the average remembers
-it, the gain would be nearly maximal, and training would end early. `limit_noise` limits the
-contribution of a step (`docs/benchmarks/collapse.md`).
+A single exploded gradient can have a thousand times the usual noise. The gain would then be nearly
+maximal for many steps, and training would end early. `limit_noise` prevents this
+(`docs/benchmarks/collapse.md`).
 
-* `DebiasedAverage` is a moving average divided by its accumulated weight, as in Adam.
-* `PaperAverage` follows the AdaScale paper's appendix B.3: a plain mean for the first
-  1 / (1 - smoothing) steps, then a moving average.
-
-Averages are immutable: `add` returns a new average. `gain()` can therefore include the current
-gradients before their step. This file uses only floats: no tensors, no process groups.
+Averages are immutable, so `gain()` can include gradients before their step. This file uses only
+floats: no tensors, no process groups.
 """
 
 from __future__ import annotations
@@ -52,16 +46,15 @@ VAR_FLOOR = 1e-6
 SQR_FLOOR = 0.0
 
 # A step's noise is limited to the average plus this number of standard deviations, and at least
-# plus half of the average. Without outliers this changes the average by less than 1 %, even if the
-# noise has a single direction, which gives the longest tail. The limit grows with the signal, by up
-# to `MOST_GROWTH`. Averages of few steps are not limited.
+# plus half of the average. Without outliers this changes the average by less than 1 %, even with
+# noise in a single direction, which has the longest tail.
 OUTLIER_DEVIATIONS = 4.0
 LEAST_EXCESS = 0.5
 MOST_GROWTH = 4.0
 STEPS_BEFORE_LIMIT = 10
 
-LEAST = 100  # minimum of measured small batches within the memory of an average
-LEAST_STEPS = 4  # minimum of measured steps within the memory
+LEAST = 100
+LEAST_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -123,8 +116,8 @@ def limit_noise(
     The noise estimate from n gradients has a relative deviation of about 1 / sqrt(n - 1), with a
     longer tail for small n. If |true gradient|^2 also exceeds the average, the limit grows by the
     same factor, up to `MOST_GROWTH`. The signal is not limited, because a gain that is too small
-    for some steps is harmless. But a negative signal estimate results from the same noise, and is
-    reduced with it. If the average has no signal, there is no limit: the gain is maximal.
+    for some steps is harmless. A negative signal estimate is reduced like the noise. If the average
+    has no signal, there is no limit.
 
     >>> limit_noise(Estimate(sqr=(1.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
     Estimate(sqr=(1.0,), var=(17.5,))
@@ -185,7 +178,6 @@ def apply_floor(values: Sequence[float], floor: float) -> tuple[float, ...]:
 
 
 def extend(values: tuple[float, ...], start: float, groups: int) -> tuple[float, ...]:
-    """Append `start` for parameter groups that were added during the run."""
     return values + (start,) * (groups - len(values))
 
 
@@ -197,11 +189,10 @@ class MovingAverage:
     seen: tuple[float, ...] = ()  # accumulated weights or number of values
 
     def value(self, start: float, groups: int) -> tuple[float, ...]:
-        """Return the average per group; `start` for groups without values."""
         return extend(self.mean, start, groups)
 
     def add(self, values: Sequence[float], smoothing: float, steps: int = 1) -> Self:
-        """Return the average with another value per group, which represents `steps` steps."""
+        """Return the average with a further value per group, which represents `steps` steps."""
         means = []
         seen = []
         old_means = extend(self.mean, 0.0, len(values))
@@ -213,11 +204,10 @@ class MovingAverage:
         return type(self)(tuple(means), tuple(seen))
 
     def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
-        """Return `seen` after a further value, with the value's share of the average."""
+        """Return `seen` after a value, with the value's share of the average."""
         raise NotImplementedError
 
     def steps_of(self, seen: float, smoothing: float) -> float:
-        """Return the number of steps that `seen` corresponds to."""
         raise NotImplementedError
 
     def steps_held(self, smoothing: float, groups: int) -> float:
@@ -225,7 +215,7 @@ class MovingAverage:
 
 
 class DebiasedAverage(MovingAverage):
-    """A moving average without bias towards the initial value."""
+    """A moving average divided by the accumulated weight, as in Adam."""
 
     def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
         new = 1.0 - smoothing**steps
@@ -233,7 +223,7 @@ class DebiasedAverage(MovingAverage):
         return weight, new / weight
 
     def steps_of(self, seen: float, smoothing: float) -> float:
-        """Solve seen = 1 - smoothing ** steps for the number of steps."""
+        # seen = 1 - smoothing ** steps
         if seen == 0.0:
             return 0.0
         if seen >= 1.0 or smoothing == 0.0:
@@ -242,7 +232,10 @@ class DebiasedAverage(MovingAverage):
 
 
 class PaperAverage(MovingAverage):
-    """Appendix B.3: the mean of the first values, then a moving average."""
+    """The AdaScale paper's appendix B.3.
+
+    A plain mean for the first 1 / (1 - smoothing) steps, then a moving average.
+    """
 
     def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
         count = seen + steps
@@ -257,7 +250,7 @@ class PaperAverage(MovingAverage):
 def convert_average(
     average: MovingAverage, kind: type[MovingAverage], smoothing: float
 ) -> MovingAverage:
-    """Return an average of the other kind with equal values, after the same number of steps."""
+    """Return an average of this kind with equal values and number of steps."""
     if isinstance(average, kind):
         return average
     seen: list[float] = []
@@ -277,7 +270,6 @@ def save_average(average: MovingAverage) -> dict[str, list[float]]:
 
 
 def load_average(kind: type[MovingAverage], state: SavedEntries, groups: int) -> MovingAverage:
-    """Return the average from `save_average`, for up to `groups` parameter groups."""
     mean = state.reals("mean", least=-SQUARES, below=SQUARES)
     if len(mean) > groups:
         raise state.wrong("mean", f"of at most {groups} parameter groups", mean)
@@ -287,7 +279,6 @@ def load_average(kind: type[MovingAverage], state: SavedEntries, groups: int) ->
 
 
 def _of_group(values: Sequence[float], floor: float, group: int | None) -> float:
-    """Return a group's value, at least `floor`, or the sum over all groups."""
     values = apply_floor(values, floor)
     if group is None:
         return sum(values)
@@ -298,8 +289,8 @@ def _of_group(values: Sequence[float], floor: float, group: int | None) -> float
 class NoiseAverage:
     """Averages of |true gradient|^2 and of the noise at scale 1, per parameter group.
 
-    Floors apply to the averages, because floors for each step's estimate, as in fairscale, would
-    bias both averages upwards.
+    Floors apply to the averages. Floors for each step's estimate, as in fairscale, would bias both
+    averages upwards.
 
     The `noise` of a rule is a NoiseAverage:
 
@@ -327,7 +318,7 @@ class NoiseAverage:
         """Return the average with a further step, which must have finite norms."""
         old = self._before(sums)
         new = estimate(sums)
-        # adaptdl adds preconditioned norms to an average of plain norms of a different magnitude.
+        # adaptdl averages both kinds, which have different magnitudes.
         mixed = self.mix_norm_kinds and sums.norm_kind == "preconditioned"
         if not mixed and old.steps_held(smoothing) >= STEPS_BEFORE_LIMIT:
             new = limit_noise(new, old.raw_sqr, old.raw_var, sums.small_batches)
@@ -340,11 +331,11 @@ class NoiseAverage:
         )
 
     def _before(self, sums: NormSums) -> NoiseAverage:
-        """Return this average, or a new one if the step's norms do not match it."""
-        # Consecutive gradients give a worse estimate, which is dropped after the first step with
-        # more gradients. Plain and preconditioned norms differ by orders of magnitude. adaptdl
-        # mixes both (`mix_norm_kinds`) when preconditioning starts, but a change back to plain
-        # norms, after a reset of the optimizer, restarts the average even then.
+        """Return this average, or an empty one if the step's norms do not match."""
+        # The worse estimate from consecutive gradients is dropped after the first step with more
+        # gradients. Plain and preconditioned norms differ by orders of magnitude. adaptdl mixes
+        # both when preconditioning starts, but a return to plain norms, after a reset of the
+        # optimizer, restarts the average.
         kinds_must_match = sums.norm_kind != "preconditioned" or not self.mix_norm_kinds
         kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
         if kind_changed or (self.consecutive and not sums.consecutive):
@@ -354,7 +345,7 @@ class NoiseAverage:
     def with_settings(
         self, *, debiased: bool, smoothing: float, mix_norm_kinds: bool, var_floor: float
     ) -> NoiseAverage:
-        """Return an average with these settings, initially or after loading."""
+        """Return the average with these settings."""
         kind = DebiasedAverage if debiased else PaperAverage
         return replace(
             self,
@@ -419,7 +410,7 @@ class NoiseAverage:
         }
 
     def from_state(self, state: SavedEntries) -> NoiseAverage:
-        """Return this average with the values from `to_state`."""
+        """Return the average with values from `to_state`."""
         kind = DebiasedAverage if state.flag("debiased") else PaperAverage
         one_of("norm_kind", state["norm_kind"], ("plain", "preconditioned"))
         return replace(
@@ -472,8 +463,7 @@ class NoiseMoments:
 
     @property
     def ratio_error(self) -> float:
-        """Standard error of var / sqr, for independent steps."""
-        # Delta method, divided by the effective number of steps in the weighted average.
+        # Delta method, for independent steps; divided by the effective number of steps.
         w = self.weight
         sqr = self.sqr / w
         var = self.var / w
@@ -488,7 +478,7 @@ class NoiseMoments:
         return math.sqrt(max(scatter, 0.0) / max(effective - 1.0, 1e-9)) / sqr
 
     def rescale(self, factor: float) -> NoiseMoments:
-        """Return the moments with the noise of batches that are `factor` times as large."""
+        """Return the moments for batches that are `factor` times as large."""
         return replace(
             self,
             var=self.var / factor,
@@ -513,11 +503,11 @@ class MeasuredSteps:
 
     @property
     def weight_in_steps(self) -> int:
-        """Number of steps that the current step represents if it is measured."""
+        """Number of steps that a measurement in the current step represents."""
         return self.passed + 1
 
     def count(self, period: int) -> None:
-        """Count a step. The next measured step represents `period` steps."""
+        """Count a step. `period` is the number of steps until the next measured step."""
         if self.due:
             self.passed = 0
             self.left = period - 1
@@ -532,7 +522,7 @@ class MeasuredSteps:
 def steps_between(k: int, memory: float, held: float, small_batches: int) -> int:
     """Return the number of steps that a measured step may represent, up to k.
 
-    The averages have a memory of `memory` steps and contain `held` steps of `small_batches` each.
+    The averages contain `held` steps of `small_batches` each.
 
     >>> steps_between(4, 500, held=500, small_batches=2), steps_between(4, 500, 499, 2)
     (4, 1)
@@ -567,7 +557,7 @@ class History:
         return self.average.add(sums, smoothing)
 
     def add(self, sums: NormSums | None, smoothing: float, *, skipped: bool) -> None:
-        """Count a step, and add it to the average unless its gradients were not finite."""
+        """Count a step, and add finite gradients to the average."""
         self.steps += 1
         self.skipped += skipped
         if skipped or not (sums is None or sums.all_finite):
@@ -580,7 +570,6 @@ class History:
 
     @property
     def checksum(self) -> float:
-        """A number that differs between ranks with different statistics or factors."""
         average = self.average
         return self.progress + sum(average.raw_sqr) + sum(average.raw_var) + sum(self.factors)
 
@@ -598,7 +587,7 @@ class History:
             setattr(self, name, getattr(saved, name))
 
     def parse_state(self, entry: SavedEntries) -> History:
-        """Return the saved history with the current settings, or raise. Changes nothing."""
+        """Return the saved history with the current settings, or raise."""
         counts: dict[str, Any] = {name: entry.whole(name) for name in COUNTS}
         average = self.average.from_state(entry.part("average"))
         return replace(self, average=average, progress=entry.real("progress"), **counts)

@@ -1,8 +1,7 @@
 """Measure the gradient noise scale of a training loop without changing the training.
 
-The norms are those of scaling rules (`_step.py`). The estimates of
-|true gradient|^2 and noise are averaged over steps, with their squares and product.
-The standard error of the ratio follows from these second moments.
+The norms are measured as for scaling rules (`_step.py`). The standard error follows from the
+averaged squares and product of the estimates of |true gradient|^2 and noise.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ T = TypeVar("T")
 
 
 def call_weakly(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Return a function that calls a bound method through a weak reference.
-
-    After the object has been deleted, the function returns None.
-    """
+    """Return a function that calls a method through a weak reference, or returns None."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -171,7 +167,7 @@ class NoiseScale:
     def _before_step(
         self, _: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        """Finish the measurement before `optimizer.step`; the optimizer itself is `args[0]`."""
+        # `args[0]` is the optimizer.
         closure = kwargs.get("closure")
         if callable(closure):
             return args, {**kwargs, "closure": self._run_once(closure)}
@@ -181,7 +177,7 @@ class NoiseScale:
         return None
 
     def _run_once(self, closure: Callable[[], object]) -> Callable[[], object]:
-        """Run the closure for the gradients, and return a replacement that replays its result."""
+        """Run the closure for the gradients, and return a function that replays the result."""
         with torch.enable_grad():
             result = closure()
         self._finish_step()
@@ -221,21 +217,20 @@ class NoiseScale:
         self._warn(problem)
 
     def _warn(self, problem: str) -> None:
-        """Warn once. Problems of the measurement must not stop the training."""
+        # Problems of the measurement must not stop the training.
         if not self._warned:
             self._warned = True
             warn(f"NoiseScale skips a step: {problem}")
 
     def _receive(self, sent: SentStep) -> None:
-        """Start copying a step's numbers to the host, and add the numbers of the previous step."""
-        # The previous copy has finished long ago, so this does not wait for the device.
+        """Start copying a step's numbers to the host; add the previous step's to the moments."""
+        # The previous copy has finished, so this does not wait for the device.
         self._add_in_flight()
         sent.start_copy()
         self._in_flight = sent
         self._measurement.previous.remember()
 
     def _add_in_flight(self) -> None:
-        """Add the numbers in transit to the host, if any, to the moments."""
         sent = self._in_flight
         self._in_flight = None
         if sent is None:
@@ -391,7 +386,6 @@ class NoiseScale:
 
 
 def _check_ranks_agree(ranks: RankGroup, passes: int, params: Sequence[Tensor]) -> None:
-    """Raise on every rank if ranks declare different passes or measure different parameters."""
     facts = {
         PASSES: passes,
         "number of parameters": len(params),

@@ -7,8 +7,8 @@ Order of a step
                 parameter group, the inner optimizer steps with multiplied learning rates
     progress    grows by the gain
 
-`RuleCore` stores the state of a rule. The *faces* of a rule share one core: the optimizer that the
-user created, copies, a trainer's proxy.
+`RuleCore` stores the state of a rule. The user's optimizer, copies and a trainer's proxy share a
+core.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NONFINITE_LIMIT = 10
 
 @dataclass
 class StepReporter:
-    """Send a rule's numbers when `Measurement` reports the last pass of a step."""
+    """Send a rule's numbers after the last pass of a step."""
 
     batch: Batch
     history: History
@@ -95,7 +95,6 @@ class RuleCore:
         self.reporter = StepReporter(self.batch, self.history)
 
     def start(self, inner: Optimizer, norms: PlainNorm, average: NoiseAverage) -> None:
-        """Start to measure an optimizer, and store the original methods (`Binding`)."""
         self.inner = inner
         self.reporter.inner = inner
         groups = inner.param_groups
@@ -133,7 +132,7 @@ class RuleCore:
 
     @property
     def current(self) -> NoiseAverage:
-        """The average including gradients that have no step yet. Does not change the history."""
+        """The average including gradients that have no step yet."""
         sent = self.measurement.step.sent
         if sent is None:
             return self.history.average
@@ -147,7 +146,7 @@ class RuleCore:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether `zero_grad` has no effect, because the loop calls it after every pass."""
+        """Whether `zero_grad` has no effect, in a loop that calls it after every pass."""
         loop = self.batch.loop
         if loop.declared_last is not None:  # such a loop may also clear before the first pass
             return self.measurement.step.passes > 0
@@ -175,7 +174,7 @@ class RuleCore:
         self.history.short += 1
 
     def _complete_early(self, inner: Optimizer) -> SentStep:
-        """Send the numbers of a step with missing passes; raise on every rank for a mistake."""
+        """Send the numbers of a step with missing passes, or raise on every rank."""
         # It is valid if DDP has averaged other ranks' gradients with this rank's zeros.
         measurement = self.measurement
         if not measurement.hooks.active:
@@ -206,7 +205,7 @@ class RuleCore:
         raise RuntimeError(text)
 
     def finish_step(self, signals: ScalerSignals) -> bool:
-        """Add the step to the history; return whether the gradient scaler skips it."""
+        """Add the step to the history; return whether the scaler skips it."""
         step = self.measurement.step
         sent = step.sent
         assert sent is not None
@@ -248,7 +247,6 @@ class RuleCore:
         return self.batch.smoothing_for(sums.scale)
 
     def _period(self) -> int:
-        """Return the number of steps per measurement, equal on all ranks."""
         # A `Ramp` reads every step, and consecutive or non-finite gradients require every step.
         batch = self.batch
         history = self.history
@@ -261,7 +259,7 @@ class RuleCore:
 
 
 class ScaledOptimizer(OptimizerWrapper):
-    """The optimizer methods of a rule: `step`, `zero_grad` and their parts."""
+    """The optimizer methods of a rule."""
 
     layer = "rule"
     _core: RuleCore
@@ -292,17 +290,17 @@ class ScaledOptimizer(OptimizerWrapper):
     def _before_factors(self, skipped: bool) -> None:
         """Prepare `scale_lr` in each step, on every rank, when `param.grad` is the mean.
 
-        `skipped` is true if the optimizer skips the step because the gradient is not finite.
+        `skipped` is true if the optimizer skips the step because of overflow.
         """
 
     def _apply_options(self) -> None:
-        """Pass loaded options to objects with a copy of them."""
+        """Update objects that store copies of options."""
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
         return PlainNorm()
 
     def _check_optimizer_supports(self, scale: float) -> None:
-        """Raise if this rule cannot scale this optimizer to `scale`."""
+        """Raise if this rule cannot scale this optimizer."""
 
     # -- properties --------------------------------------------------------------------------
 
@@ -409,7 +407,6 @@ class ScaledOptimizer(OptimizerWrapper):
         core.complete(inner)
 
     def _count_progress(self, inner: Optimizer, gain: float) -> None:
-        """Add the gain to the progress, unless the inner optimizer reports a skipped step."""
         core = self._core
         history = self._core.history
         # torch's schedulers warn without this attribute.
@@ -427,7 +424,6 @@ class ScaledOptimizer(OptimizerWrapper):
         return result
 
     def after_sync(self, seconds: float) -> None:
-        """Notify the observer of a sync round of blocks around this rule."""
         observer = self._core.reporter.observer
         if observer is not None:
             observer.after_sync(seconds)
@@ -472,7 +468,7 @@ class ScaledOptimizer(OptimizerWrapper):
 
 
 def parse_factors(factors: Any, groups: int, rule: object) -> tuple[float, ...]:
-    """Return `scale_lr`'s result as one float per parameter group, or raise."""
+    """Return `scale_lr`'s result as a float per parameter group."""
     if hasattr(factors, "tolist"):  # a tensor or an array
         factors = factors.tolist()
     if not hasattr(factors, "__len__"):
@@ -490,7 +486,7 @@ def parse_factors(factors: Any, groups: int, rule: object) -> tuple[float, ...]:
 def overridden(
     param_groups: Sequence[ParamGroup], overrides: Sequence[Mapping[str, Any]]
 ) -> Iterator[None]:
-    """Change options of the parameter groups, such as the rate, for one `step`; then restore."""
+    """Change options of the parameter groups, such as the rate, inside the `with` block."""
     before: list[tuple[ParamGroup, str, object]] = []
     try:
         for group, options in zip(param_groups, overrides, strict=True):

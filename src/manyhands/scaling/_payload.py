@@ -6,13 +6,13 @@ Each rank sends one vector, the *payload*:
     mean_square[group]     |G|^2 over the parameters that this rank measures (`_mean_gradient.py`)
     report                 see `RankReport`
 
-The collective sums the first two over the ranks and gathers the reports. If ranks disagree, all
-ranks raise the same error in this step, so no further collective can hang.
+The collective sums the first two and gathers the reports. If ranks disagree, all ranks raise the
+same error in this step, so no further collective can hang.
 
 Under DDP, a rank that ran no backward pass, ran it inside `no_sync()`, or skipped a parameter has
 not joined DDP's all-reduce. The other ranks wait there, and this rank would wait for their
-payloads. A `GradientAnomaly` records such gradients. After `PATIENCE` seconds, the rank raises an
-error if it finds a DDP module that cannot have averaged these.
+payloads. Instead, this rank raises an error after `PATIENCE` seconds, if a DDP module cannot have
+averaged its gradients (`GradientAnomaly`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RATES_TOLERANCE = 1e-6  # hosts may round a schedule differently
 
 
 class RankReport(NamedTuple):
-    """A rank's facts about itself and about a step."""
+    """A rank's facts about a step."""
 
     # These entries may differ between ranks.
     micro_batch: float = 0.0  # samples in the first training input, or 0 if unknown
@@ -57,14 +57,14 @@ class RankReport(NamedTuple):
     # The other entries must be equal on all ranks.
     is_announcement: float = 0.0  # 1 in a payload that only announces a number of passes
     passes: float = 0.0  # backward passes of a full step
-    # Passes seen by this rank. Some ranks may have fewer, if losses used none of the parameters.
+    # Fewer on a rank where losses used none of the parameters.
     passes_seen: float = 0.0
     scale: float = 0.0  # size of the full batch in small batches
     checksum: float = 0.0  # of progress, averages and last factors
     rates: float = 0.0  # sum of the parameter groups' learning rates
     unmeasured_left: float = 0.0  # steps until the next measured step; 0: this step
-    # Squared norm of averaged gradients that every rank stores in full. Unequal if the gradients
-    # were not averaged. Last, because it may be on a device.
+    # Squared norm of gradients that every rank stores, equal if they were averaged. Last, because
+    # it may be on a device.
     shared_square: float = 0.0
 
 
@@ -72,19 +72,19 @@ CLAIMS = RankReport._fields
 
 
 class StepObserver(Protocol):
-    """Adds to a rule's reports at every step, and receives the reports of all ranks."""
+    """Adds to a rule's report in every step, and receives all ranks' reports."""
 
     def report(self) -> RankReport:
-        """Return this rank's report, after a step's last backward pass."""
+        """Return this rank's report, after the last backward pass."""
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
-        """Handle the end of `optimizer.step()`, with the reports of this step from all ranks."""
+        """Handle the end of `optimizer.step()`, with all ranks' reports."""
 
     def after_load(self) -> None:
         """Handle a restored state of the rule, including the batch."""
 
     def after_sync(self, seconds: float) -> None:
-        """Handle a sync round of blocks around the rule, which took `seconds`."""
+        """Handle a sync round of blocks around the rule."""
 
 
 def parse_reports(numbers: Sequence[float]) -> list[RankReport]:
@@ -99,7 +99,7 @@ def check_claims(
 ) -> None:
     """Raise if the ranks disagree about a step.
 
-    Without `short_allowed`, steps that are short on all ranks are not checked further. Otherwise,
+    Without `short_allowed`, a step that is short on all ranks is not checked further. Otherwise,
     all ranks must have equally many passes.
     """
     # Check announcements first, because most of their other entries are zero.
@@ -147,7 +147,7 @@ def check_claims(
 
 
 def _check_equal(name: str, values: Sequence[float], remedy: str, tolerance: float = 0.0) -> None:
-    """Raise if the ranks' values differ by more than `tolerance` times the largest."""
+    """Raise if values differ by more than `tolerance` times the largest."""
     largest = max(values)
     if largest - min(values) > tolerance * abs(largest):
         raise_if_different([{name: value} for value in values], remedy)
@@ -195,7 +195,6 @@ class StepExchange:
     def send(
         self, local: LocalNumbers, claims: RankReport, *, short_allowed: bool, same_passes: bool
     ) -> SentStep:
-        """Start the step's collective."""
         # Stored until the next step's collective has started: see `PendingSums`.
         self._last_sent = self._start(local.numbers, claims, local.shared_square)
         return SentStep(
@@ -222,8 +221,8 @@ class StepExchange:
     def announce(self, passes: int, scale: float, checksum: float = 0.0) -> None:
         """Announce a new number of passes per step to the other ranks, without waiting.
 
-        All ranks detect a different or missing announcement by the end of the next step, because
-        it is paired with the other ranks' next payload of equal length.
+        All ranks detect a different or missing announcement by the end of the next step: an
+        announcement is paired with the other ranks' next payload.
         """
         if self.ranks.own_group:
             claims = RankReport(
@@ -236,7 +235,7 @@ class StepExchange:
             self._announcements.append(self._start([0.0] * (2 * self._groups), claims, 0.0))
 
     def check_announcements(self, patience: float = math.inf) -> None:
-        """Raise if other ranks announced other numbers. Wait for up to `patience` seconds."""
+        """Raise if ranks announced different numbers. Wait for up to `patience` seconds."""
         deadline = time.monotonic() + patience
         while self._announcements:
             left = deadline - time.monotonic()
@@ -291,10 +290,7 @@ class SentStep:
             self._copied.record()
 
     def read(self, extras: Sequence[Tensor] = ()) -> list[float]:
-        """Wait for the numbers of all ranks, and return the values of the extras.
-
-        A single copy transfers all numbers, to synchronize once.
-        """
+        """Wait for all ranks' numbers. Return the extras, copied in the same synchronization."""
         if self.was_read:
             return list(map(float, extras))
         numbers = self._numbers(extras)
@@ -347,13 +343,12 @@ class SentStep:
         return on_host
 
     def _check_late(self) -> None:
-        """Raise instead of waiting indefinitely, if this rank has unusual gradients."""
         if self.anomaly is not None:
             self.anomaly.wait(self.pending)
 
 
 def to_tensor(numbers: Numbers, device: torch.device) -> Tensor:
-    """Return the numbers as a tensor on the device, in the device's widest float."""
+    """Return the numbers in the device's widest float."""
     if isinstance(numbers, Tensor):
         return numbers
     on_host = torch.tensor(numbers, dtype=widest_float(device))
@@ -381,14 +376,14 @@ class GradientAnomaly:
     may_be_intended: bool = False
 
     def wait(self, pending: PendingSums) -> None:
-        """Wait for the other ranks' payloads; raise if those ranks wait for this rank."""
+        """Wait for the other ranks' payloads; raise if these ranks wait for this rank."""
         if pending.done_within(PATIENCE):
             return
 
         def waits(module: nn.Module) -> bool:
             if not isinstance(module, DistributedDataParallel):
                 return False
-            # With these options, DDP averages without gradients that a rank did not compute.
+            # With these options, DDP averages even if gradients are missing.
             expected = module.find_unused_parameters or module.static_graph
             return not (expected and self.may_be_intended)
 

@@ -3,14 +3,12 @@
 **Norm.** The norm is |g / (sqrt(v) + eps)|, with the optimizer's bias-corrected second moments v.
 On a CPU, blocks of elements go through a small scratch buffer, so that only g and v are read from
 memory. If eps is negligible relative to every root, the squared norm is computed as g . (g / v), at
-half the cost. On a GPU, each operation processes a batch of gradients (`TOGETHER`), and step counts
-and floors are floats on the host.
+half the cost. On a GPU, each operation processes a batch of gradients (`TOGETHER`).
 
-**Sharded second moments.** Each rank measures gradients before the averaging, and needs the
-second moments of all parameters. If they are sharded, a replica collects them after each step. This
-costs a tensor of the model's size on every rank, the communication volume of gathering the
-parameters, and reading step counts on the host. `ReplicatedDTensorState` combines shards in
-messages:
+**Sharded second moments.** Each rank measures gradients before the averaging, with the second
+moments of all parameters. A replica collects sharded moments after each step. This costs the memory
+and communication volume of gathering the parameters, and reading step counts on the host.
+`ReplicatedDTensorState` combines shards in messages:
 
     section   the concatenated shards of a rank; all sections have the length of the longest
     table     all ranks' sections, in rank order
@@ -20,9 +18,9 @@ messages:
     E g^2 = |true gradient|^2 + noise / S
 
 Adam's memory is a thousand steps (beta2 = 0.999). If the batch grows from 1 to 32 in fifty steps,
-Adam still divides by the root of a small batch's squares, which is too large by up to sqrt(32).
-(On MNIST, with 180 steps, this costs 0.3 to 0.5 points of accuracy.) Therefore all elements are
-multiplied by the ratio of E g^2 after the change to E g^2 before, which preserves relative sizes.
+Adam still divides by the root of a small batch's squares, which is too large by up to sqrt(32). (On
+MNIST, with 180 steps, this costs 0.3 to 0.5 points of accuracy.) Therefore all elements are
+multiplied by the ratio of E g^2 after the change to E g^2 before.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
 BLOCK = 131_072  # elements per pass through the scratch buffer
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
 WIDE = {torch.float32, torch.float64}  # precise enough for operations on many tensors
-# Upper bound of eps relative to the smallest root; a square's relative error is up to twice that.
+# Upper bound of eps relative to the smallest root. A square's relative error is up to twice this.
 NEGLIGIBLE = 5e-3
 MESSAGE = 4 * 2**20  # elements per rank and message
 
@@ -87,9 +85,9 @@ def _whole(tensor: Tensor) -> Tensor:
 class PreconditionedNorm(PlainNorm):
     """The norm of a gradient divided by Adam's or RMSprop's divisor.
 
-    During the first `WARM_STEPS` steps of an optimizer's state, the plain norm is used. Second
-    moments below `floor` times their tensor's mean are raised to this value. Otherwise a rare
-    gradient (of a rare letter, or an empty pixel) would be divided by almost zero, and dominate.
+    The first `WARM_STEPS` steps of an optimizer's state use the plain norm. Second moments below
+    `floor` times their tensor's mean are raised to this value. Otherwise a rare gradient (of a rare
+    letter, or an empty pixel) would be divided by almost zero, and dominate.
     """
 
     columns = 5  # an index, then the fields of a `MomentFloor`
@@ -117,7 +115,6 @@ class PreconditionedNorm(PlainNorm):
         self.refresh()
 
     def refresh(self) -> None:
-        """Discard cached data after a change of the optimizer's parameters or state."""
         groups = self._optimizer.param_groups
         self._params = [(group, param) for group in groups for param in group["params"]]
         self._last_warm = 0
@@ -129,16 +126,15 @@ class PreconditionedNorm(PlainNorm):
         self.moments_changed()
 
     def moments_changed(self) -> None:
-        """Discard floors and collect sharded moments. Called on every rank."""
         self._floors.clear()
         if self._replica is not None:
             self._replica.update()
 
     def optimizer_stepped(self) -> None:
-        """Collect sharded moments, and count the step without reading from a device."""
+        # Counts the step without reading from a device.
         if self._replica is not None:
             self._replica.update()
-        # The optimizer's step increments a count. Any other change has another cause.
+        # The optimizer's step increments a version once. Other changes have a different cause.
         for index, (step, version, count) in self._counts.items():
             if step._version != version:
                 self._counts[index] = step, step._version, count + 1.0
@@ -154,7 +150,6 @@ class PreconditionedNorm(PlainNorm):
 
     @property
     def norm_kind(self) -> str:
-        """The kind of the current norms, equal on every rank."""
         for index in (self._last_warm, *range(len(self._params))):
             if self._count(index) >= self.WARM_STEPS:
                 self._last_warm = index
@@ -167,8 +162,8 @@ class PreconditionedNorm(PlainNorm):
         return state
 
     def _count(self, index: int) -> float:
-        # Reading a count on a device (of a fused optimizer) synchronizes, so it is cached until
-        # code other than the optimizer's step changes it.
+        # Reading a fused optimizer's count synchronizes, so it is cached until code other than the
+        # optimizer's step changes it.
         step = self._state_of(index).get("step", 0.0)
         if not isinstance(step, Tensor) or step.device.type == "cpu":
             return float(step)
@@ -182,7 +177,6 @@ class PreconditionedNorm(PlainNorm):
         return self.slices([(i, grad, _whole) for i, grad in zip(indices, grads, strict=True)])
 
     def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
-        """Return the norm of each slice. On a device, each operation processes many slices."""
         norms: list[Norm] = []
         together: list[tuple[int, Quotient]] = []
         for index, grad, take_slice in slices:
@@ -203,7 +197,7 @@ class PreconditionedNorm(PlainNorm):
     def _quotient(
         self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor]
     ) -> Quotient | None:
-        """Return a gradient with its divisor; None if it cannot be batched."""
+        """Return a gradient with the divisor; None if it cannot be batched."""
         group, _ = self._params[index]
         state = self._state_of(index)
         count = self._count(index)
@@ -220,8 +214,8 @@ class PreconditionedNorm(PlainNorm):
     ) -> Norm:
         """Return the norm of a gradient or a slice.
 
-        With `take_slice`, `grad` is already the slice, and `take_slice` selects second moments.
-        The floor is a fraction of the full tensor's mean.
+        With `take_slice`, `grad` is already the slice. The floor is a fraction of the full tensor's
+        mean.
         """
         group, _ = self._params[index]
         state = self._state_of(index)
@@ -232,8 +226,7 @@ class PreconditionedNorm(PlainNorm):
         second, factor = _second_moment(group, state, count)
         if grad.layout != torch.strided:
             grad = grad.to_dense()
-        # |g / (sqrt(v) * factor + eps)| = |g / (sqrt(v) + eps / factor)| / factor, so the factor is
-        # applied to the norm.
+        # |g / (sqrt(v) * factor + eps)| = |g / (sqrt(v) + eps / factor)| / factor
         eps = group["eps"] / factor
         if take_slice is not _whole:
             second = take_slice(second)
@@ -273,7 +266,7 @@ class PreconditionedNorm(PlainNorm):
         totals: list[float] = torch.stack([each.to(device) for each in sums]).tolist()
         for (index, (second, period)), total in zip(stale.items(), totals, strict=True):
             least = total / max(second.numel(), 1) * self.floor
-            # Each step multiplies v by beta, so an element can fall below the floor in the period.
+            # Each step multiplies v by beta, so elements can fall below the floor in the period.
             any_below = second.device.type != "cpu" or bool(second.min() < 2.0 * least)
             self._floors[index] = MomentFloor(period, self.floor, least, any_below)
 
@@ -284,7 +277,7 @@ class PreconditionedNorm(PlainNorm):
         return replaced or known is None or (known.period, known.fraction) != now
 
     def _state_was_replaced(self, index: int, step: Tensor | float) -> bool:
-        """Return whether the state was replaced, by a loaded state dict, since the last call."""
+        """Return whether a state dict was loaded since the last call."""
         if self._replica is not None or not isinstance(step, Tensor):
             return False  # a replica creates a count in every step
         before = self._floor_counts.get(index)
@@ -294,7 +287,7 @@ class PreconditionedNorm(PlainNorm):
     def _squares(
         self, pairs: Iterator[tuple[Tensor, Tensor]], least: float | None
     ) -> Iterator[float]:
-        """Yield g . (g / max(v, least)) of each block; `pairs` are blocks of g and v."""
+        """Yield g . (g / max(v, least)) of each pair of blocks."""
         for block, second in pairs:
             grad = block.float()  # averaged gradients may be in half precision
             out = self._buffer(grad.dtype, grad.numel())
@@ -329,8 +322,7 @@ def _norms_of(quotients: Sequence[Quotient]) -> Sequence[Tensor]:
 
 
 def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
-    """Return blocks of up to `BLOCK` elements, each contiguous in memory."""
-    # Short tensors are frequent, and each additional operation would be costly.
+    # Short tensors are frequent, and each operation is costly.
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else flatten(tensor)
     if flat.numel() <= BLOCK:
         return (flat,)
@@ -346,7 +338,7 @@ def _moment_names(group: ParamGroup) -> tuple[str, ...]:
 def _second_moment(
     group: ParamGroup, state: Mapping[str, Any], count: float
 ) -> tuple[Tensor, Tensor | float]:
-    """Return the running mean of squares, and the bias correction of the root."""
+    """Return the running mean of squares, and the root's bias correction."""
     second, *means = (state[name] for name in _moment_names(group))
     for mean in means:  # of a centered RMSprop
         second = torch.addcmul(second, mean, mean, value=-1)
@@ -365,7 +357,7 @@ def _bias_correction(beta: float, step: float) -> float:
 
 
 class ReplicatedDTensorState:
-    """Full copies, on every rank, of second moments that `fully_shard` has sharded."""
+    """Full copies of sharded second moments, on every rank."""
 
     def __init__(self, optimizer: Optimizer, names: Sequence[str]) -> None:
         self._optimizer = optimizer
@@ -376,7 +368,7 @@ class ReplicatedDTensorState:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Collect the current state. Call this method on every rank."""
+        """Collect the current state. Called on every rank."""
         sharded_state = self._optimizer.state
         params = params_of(self._optimizer.param_groups)
         self.state = {}
@@ -399,7 +391,6 @@ class ReplicatedDTensorState:
                 self._collect(name, message)
 
     def _collect(self, name: str, shares: Sequence[tuple[Tensor, DTensorShards]]) -> None:
-        """Gather a state entry of a message's parameters from all ranks."""
         own = [local_shard(self._optimizer.state[param][name]).reshape(-1) for param, _ in shares]
         ranks = self._ranks_of(shares[0][1])
         # Rank 0 has the longest shards, as in torch.chunk.
@@ -417,7 +408,7 @@ class ReplicatedDTensorState:
                     self._memory[param, name] = row.new_empty(param.shape)
                 whole = self._memory[param, name]
                 self.state[param][name] = whole
-                # A view of the full tensor, because the shard may be cut in any dimension.
+                # A view, because the shard may be cut in any dimension.
                 target = share.ranges[rank].narrow(whole)
                 target.copy_(row[start : start + size].view(target.shape))
                 start += size
@@ -445,7 +436,7 @@ def rescale_second_moments(optimizer: Optimizer, ratio: float) -> bool:
 
     First moments are multiplied by the root of the ratio, which preserves the update m / sqrt(v).
     Otherwise, repeated increases of the batch would divide the noise of earlier batches by smaller
-    and smaller roots, which makes the update too large.
+    and smaller roots, and updates would grow.
     """
     names = {"exp_avg_sq", "max_exp_avg_sq"}
     if isinstance(optimizer, RMSprop):

@@ -1,6 +1,6 @@
 """Step a learning-rate schedule by progress.
 
-Progress is the equivalent number of small-batch steps so far (see `_rule_base.py`).
+Progress is the equivalent number of small-batch steps so far.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ProgressScheduler(LRScheduler):
         self._rule = rule
         self._every = every
         self._end = end
-        # Do not repeat scheduler steps for progress made before this object was created.
+        # Skip progress from before this object was created.
         self._steps = int(rule.progress / every)
         self._step_count = 1  # torch's attribute; trainers increment it during accumulation
 
@@ -131,5 +131,4 @@ class ProgressScheduler(LRScheduler):
 
 
 def is_by_progress(state_dict: SavedState) -> bool:
-    """Return whether this is the state of a `ProgressScheduler`."""
     return "last_epoch" not in state_dict  # all states of torch's schedulers have this entry

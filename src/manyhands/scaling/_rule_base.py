@@ -1,8 +1,7 @@
 """Define the public interface of all scaling rules: arguments, binding, statistics, state.
 
-A rule's state dict is the inner optimizer's with an additional entry, `KEY`. The batch, options,
-history and measurement each write and parse a part. Loading parses and checks all parts
-before it changes any object.
+A rule's state dict is the inner optimizer's with an additional entry, `KEY`, of parts for the
+batch, options, history and measurement. All parts are parsed and checked before any object changes.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ class LoopPort:
             return False
         ratio = ratio_of_squares(average.sqr_of(), average.var_of(), before, now)
         rescale_second_moments(OptimizerLayers.of(self._rule).plain, ratio)
-        # Also necessary on a rank with an empty shard: all ranks collect sharded moments.
+        # Also on a rank with an empty shard: all ranks collect sharded moments.
         self._core.measurement.norms.moments_changed()
         return True
 
@@ -195,16 +194,16 @@ class LoopPort:
     # -- query -------------------------------------------------------------------------------
 
     def check_step(self, passes: int, scale_per_pass: float) -> None:
-        """Raise if the rule cannot scale the optimizer for this number and size of passes."""
+        """Raise if the rule cannot scale the optimizer for these passes."""
         self._rule._check_batch(replace(self._core.batch, scale_per_pass=scale_per_pass), passes)
 
     def check_between_steps(self, what: str) -> None:
-        """Raise in the middle of a step. The message names `what` as the operation."""
+        """Raise in the middle of a step. The message names the operation `what`."""
         self._rule._check_between_steps(what)
 
     @property
     def divide_by(self) -> int:
-        """The number by which the loop divides each pass's loss."""
+        """Divisor of each pass's loss in the loop."""
         batch = self._core.batch
         if batch.passes_divided_by_user:
             return batch.passes
@@ -352,7 +351,6 @@ class ScalingRuleBase(ScaledOptimizer):
             core.binding.patch(self)
 
     def _bind(self, optimizer: Optimizer) -> None:
-        """Attach the rule to an optimizer, after checking that ranks agree."""
         core = self._core
         batch = self._core.batch
         check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
@@ -642,7 +640,7 @@ class ScalingRuleBase(ScaledOptimizer):
         self.take_scaling_state(self.check_scaling_state(state_dict))
 
     def check_scaling_state(self, saved: SavedState) -> ScalingState:
-        """Parse the scaling entry of a state dict, and check that it fits."""
+        """Parse and check the scaling entry of a state dict."""
         self._check_between_steps("load_state_dict()")
         core = self._core
         entry = SavedEntries(saved, "a scaling rule")
@@ -694,7 +692,6 @@ class ScalingState:
 
 
 def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
-    """Return the facts about the optimizer in a state dict."""
     inner = unwrap(optimizer)[-1]  # independent of blocks
     return {
         "version": VERSION,

@@ -1,7 +1,6 @@
 """Scaling rules: turn a scale and the measured noise into factors of the learning rate.
 
-Each rule returns the factor of the small batch's learning rate for an S (`scale`) times larger
-batch.
+A rule returns the factor of the learning rate for an S (`scale`) times larger batch.
 
     AdaScale       r = (var + sqr) / (var / S + sqr)         Johnson et al. 2020
     AdamScale      r ** 0.5                                  for Adam
@@ -10,8 +9,7 @@ batch.
     rescale_adam   lr * sqrt(S), (1 - beta) * S, eps / sqrt(S)          Malladi et al. 2022
     LEGWScale      sqrt(S), after an S times longer warm-up       You et al. 2019
 
-Formulas without noise are functions of floats at the top of this file. AdaScale's gain r is in
-`_noise.py`. The classes apply the formulas to an optimizer.
+The gain r is in `_noise.py`.
 """
 
 from __future__ import annotations
@@ -299,8 +297,7 @@ class SqrtScale(ScalingRuleBase):
         return math.sqrt(scale)
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
-        """Return the plain norm; raise if `rescale_adam` does not suit the optimizer."""
-        # Adam and AdamW have betas, RMSprop has alpha. Subclasses with either are accepted.
+        # Adam and AdamW have betas, RMSprop has alpha.
         if self._rescales_adam() and not {"betas", "alpha"} & set(optimizer.defaults):
             raise TypeError(
                 "rescale_adam=True requires an optimizer with betas or alpha, such as Adam or "
@@ -316,7 +313,7 @@ class SqrtScale(ScalingRuleBase):
         return {**super()._overrides(group, factor), **self._rescale_group(group, self.scale)}
 
     def _rescale_group(self, group: ParamGroup, scale: float) -> Mapping[str, object]:
-        """Return the group's rescaled epsilon and betas (or alpha); empty if unchanged."""
+        """Return the group's rescaled eps and betas (or alpha)."""
         if not self._rescales_adam() or scale == 1.0:
             return {}
         eps = group["eps"] / math.sqrt(scale)
@@ -391,7 +388,7 @@ class LEGWScale(ScalingRuleBase):
         return float(known)
 
     def _before_factors(self, skipped: bool) -> None:
-        """Determine the baseline's batch size in the first step, unless it was an argument."""
+        """Determine the baseline's batch size in the first step."""
         core = self._core
         batch_size = core.options["batch_size"]
         if batch_size.value is not None:

@@ -1,6 +1,6 @@
 """Define options of rules, and the protocol `Accumulation`.
 
-An option belongs to the run and is saved in the state dict. The value comes from the first of:
+An option is saved in the state dict. The value comes from the first of:
 
     explicit   set by the user in this process
     recorded   loaded from a state dict, or determined by the run
@@ -57,7 +57,7 @@ class Option:
     check: Callable[[float], object] = lambda value: None
 
     def __post_init__(self) -> None:
-        """Check the values. `dataclasses.replace` calls this too, for values of a state dict."""
+        # `dataclasses.replace` calls this too, for values of a state dict.
         for value in (self.explicit, self.recorded):
             if value is not None:
                 self.check(value)
@@ -90,13 +90,12 @@ Options = dict[str, Option]
 
 
 def save_options(options: Options) -> dict[str, float | None]:
-    """Return the options for a state dict; None for unset options."""
-    # Defaults are not saved: the next run uses the current default with no mismatch warning.
+    # Defaults are not saved: the next run uses the current default.
     return {name: o.recorded if o.explicit is None else o.explicit for name, o in options.items()}
 
 
 def load_options(options: Options, state: SavedState) -> tuple[Options, list[OptionMismatch]]:
-    """Return the options updated from a state dict, and mismatches with explicit values."""
+    """Return the loaded options, and mismatches with explicit values."""
     loaded = {}
     mismatches = []
     for name, option in options.items():
@@ -152,5 +151,4 @@ class Accumulation(Protocol):
 
 
 def check_smoothing(smoothing: float) -> float:
-    """Return the weight of the past, or raise if it is not in [0, 1)."""
     return real("smoothing", smoothing, least=0.0, below=1.0, why="It is the weight of the past.")

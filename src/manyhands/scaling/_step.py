@@ -1,9 +1,8 @@
 """Measure a step: passes, norms, and the divisor of the gradient.
 
-`Batch` stores the number of passes and the size of the batch. `Measurement` adds the squared norms
-of each backward pass (`_hooks.py`) to the current `Step`. After the last pass, when gradients have
-been averaged, it computes |G|^2 (`_mean_gradient.py`) and sends all numbers in a small collective
-(`_payload.py`). A rule or `NoiseScale` reads the result.
+`Measurement` adds the squared norms of each backward pass (`_hooks.py`) to the current `Step`.
+After the last pass, when gradients have been averaged, it computes |G|^2 (`_mean_gradient.py`) and
+sends all numbers in a small collective (`_payload.py`). A rule or `NoiseScale` reads the result.
 
 Memory
     hooks.norms      |g| by parameter, for the current pass
@@ -85,7 +84,7 @@ NO_REPORT = RankReport()
 
 
 class Averager(Protocol):
-    """A data-parallel module that averages the gradients of selected passes."""
+    """A data-parallel module."""
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -93,12 +92,12 @@ class Averager(Protocol):
 
 
 class Loop:
-    """The source of the number of passes per step: here, a declared number."""
+    """The source of the number of passes per step: a declared number."""
 
     counts = False  # whether the number is unknown until the last pass
     decides = False  # whether a training loop sets the number, and may end a step earlier
     module: Averager | None = None  # counts its passes
-    # An adapter's statement whether the current pass is the last; its loop then calls `step()` and
+    # An adapter's statement whether the current pass is the last. Such a loop calls `step()` and
     # `zero_grad()` after every pass.
     declared_last: bool | None = None
 
@@ -149,10 +148,7 @@ class FollowingLoop(Loop):
 
 
 def prepared_loop(prepared: PreparedOptimizer, declared: int) -> FollowingLoop | None:
-    """Return the loop of a prepared optimizer, or None if the declared number applies.
-
-    The declared number applies if the trainer does not accumulate.
-    """
+    """Return a prepared optimizer's loop; None if the declared number of passes applies."""
     passes = prepared.loop.gradient_accumulation_steps
     if declared not in (1, passes):
         if passes == 1:
@@ -179,8 +175,8 @@ class Batch:
 
     The scale is workers x passes, unless `scale` or `scale_per_pass` is set.
 
-    The default smoothing depends on the number of small gradients, as in fairscale. If the loop
-    counts passes, it depends on the scale, as in adaptdl.
+    The default smoothing depends on the number of small gradients, as in fairscale, or on the
+    scale, as in adaptdl, if the loop counts passes.
     """
 
     workers: int = 1
@@ -245,7 +241,7 @@ class Batch:
         }
 
     def parse_state(self, state: SavedEntries) -> tuple[Batch, list[OptionMismatch]]:
-        """Return this run's batch with the saved settings, and mismatches with explicit settings.
+        """Return the batch with saved settings, and mismatches with explicit settings.
 
         A saved scale is multiplied by the change of workers x passes.
         """
@@ -270,7 +266,7 @@ class Batch:
             loaded.scale = self.scale
             loaded.scale_per_pass = self.scale_per_pass
         if "smoothing" in self.set_by_user:
-            # The default smoothing may depend on the scale, so compare at the final scale.
+            # The default may depend on the scale, so compare at the final scale.
             scale = loaded.scale_for(passes)
             mismatches.append(
                 OptionMismatch("smoothing", ours.smoothing_for(scale), loaded.smoothing_for(scale))
@@ -313,8 +309,6 @@ class PassWeight:
 
 @dataclass
 class Step:
-    """The measurements of the current step."""
-
     passes: int = 0  # completed; `Batch.passes` is the expected number
     too_many: bool = False  # whether the last pass exceeded that number and was not counted
     complete: bool = False
@@ -351,11 +345,11 @@ class MeasurementState:
 class Measurement:
     """Turn the gradients of each step's backward passes into a `SentStep`.
 
-    In an unmeasured step (see `MeasuredSteps`), ranks still exchange reports.
+    In an unmeasured step (`MeasuredSteps`), ranks still exchange reports.
 
-    `end_passes` is called with this object after a step's last pass and must call `complete`. It is
-    also called after an excess pass, with `step.too_many` set. The function must not refer to this
-    object: in a reference cycle, hooks would run until the next garbage collection.
+    `end_passes(self)` is called after a step's last pass and must call `complete`. It is also
+    called after an excess pass, with `step.too_many` set. It must not refer to this object: in a
+    reference cycle, hooks would run until the next garbage collection.
     """
 
     def __init__(
@@ -415,8 +409,7 @@ class Measurement:
             return  # another pass over the same samples
         if self._gradients_cleared():
             self._start_over()
-        # Before the pass: other ranks may wait in its DDP collectives for a pass that this rank
-        # will not run.
+        # Before the pass, because other ranks may wait in its DDP collectives.
         self.exchange.check_announcements(patience=0.0 if self.step.passes else PATIENCE)
         if self.step.passes == 0:
             self._begin_step()
@@ -443,8 +436,7 @@ class Measurement:
         self.hooks.idle = not self.schedule.due
 
     def end_pass(self) -> None:
-        """Handle the end of a backward pass, after DDP."""
-        # Ask now: the user may leave `no_sync()` before the sample is complete.
+        # After DDP. Ask now, because the user may leave `no_sync()` before the sample is complete.
         self._is_last = self.batch.loop.is_last()
         if not self.in_one_sample:
             self._close_pass()
@@ -511,10 +503,7 @@ class Measurement:
 
     @torch.no_grad()
     def complete(self, report: RankReport = NO_REPORT) -> SentStep:
-        """Measure the mean gradient and send the step's numbers to the other ranks.
-
-        `report` contains additional numbers of this rank.
-        """
+        """Measure the mean gradient and exchange the step's numbers."""
         step = self.step
         batch = self.batch
         schedule = self.schedule
@@ -540,7 +529,7 @@ class Measurement:
             local,
             claims,
             short_allowed=batch.short_step == "count",
-            # Otherwise a rank may have fewer passes, if a loss used none of the parameters.
+            # Otherwise ranks may differ, if a loss used none of the parameters.
             same_passes=batch.short_step == "count" and batch.loop.decides,
         )
         step.sent.anomaly = self._find_anomaly()
@@ -575,10 +564,7 @@ class Measurement:
         )
 
     def complete_early(self, optimizer: Optimizer | None) -> SentStep:
-        """Call `end_passes` for a step with missing passes on this rank.
-
-        If no loss of this rank used the parameters, the step is valid: DDP averaged with zeros.
-        """
+        """Call `end_passes` for a step with missing passes on this rank."""
         # OSS may have to average gradients of passes that this rank did not run.
         if optimizer is not None:
             for layer in unwrap(optimizer, every_layer=True):
@@ -598,7 +584,7 @@ class Measurement:
         )
 
     def _find_unaveraged(self) -> str | None:
-        """Return an error message if this rank alone can tell that gradients were not averaged."""
+        """Return an error message if this rank can tell that gradients were not averaged."""
         step = self.step
         hooks = self.hooks
         if self._unsharded:
@@ -609,7 +595,6 @@ class Measurement:
         return None
 
     def _find_anomaly(self) -> GradientAnomaly | None:
-        """Return an anomaly of this rank's gradients, if DDP should have averaged."""
         step = self.step
         hooks = self.hooks
         # In a separate group, only a rank that sends late can cause a delay.
@@ -637,8 +622,8 @@ class Measurement:
         self._gradient_at_step = None
         if self._unsharded and self.step.lacks_last_pass:
             for param in self._unsharded.values():
-                # Passes without synchronization accumulate here. The zero_grad() of `fully_shard`
-                # does not clear this gradient.
+                # Passes without synchronization accumulate here. zero_grad() does not clear this
+                # gradient.
                 param.grad = None
         self._start_over()
 
@@ -658,7 +643,7 @@ class Measurement:
         self.step = Step()
 
     def check_between_steps(self, what: str) -> None:
-        """Raise in the middle of a step. `what` names the operation in the message."""
+        """Raise in the middle of a step. The message names the operation `what`."""
         if self.step.lacks_last_pass and not self._gradients_cleared():
             raise RuntimeError(
                 f"{what} in the middle of a step, after {self.step.passes} of its backward passes. "
@@ -672,8 +657,8 @@ class Measurement:
             return False
         if last.param.grad is None:
             return True
-        # No collective is necessary: ranks agree, except if a shard is zero on a single rank and
-        # was changed without being cleared.
+        # No collective: ranks agree, unless a shard is zero on a single rank and was changed
+        # without being cleared.
         return not any_values(self._params)
 
     # -- division ----------------------------------------------------------------------------
@@ -685,10 +670,7 @@ class Measurement:
                     local_shard(param.grad).mul_(factor)
 
     def count_short(self) -> None:
-        """Make the gradient of a short step the mean over the passes, and update the batch.
-
-        The losses were divided by the passes of a full step.
-        """
+        """Make the gradient of a short step the mean over the passes."""
         step = self.step
         if step.divided_by != 1:
             return  # already done
@@ -733,7 +715,6 @@ class Measurement:
         self.multiply(1 / batch.passes)
 
     def check_divided(self) -> None:
-        """Raise if the user has not divided the gradients, with `is_scaled_loss=False`."""
         step = self.step
         batch = self.batch
         left_to_user = not batch.loop.counts and not batch.loss_is_divided and batch.passes > 1

@@ -4,8 +4,8 @@ Micro-batch i has n_i tokens (or samples, or pixels) and the summed loss l_i. Th
 
     sum of l_i / N          N = sum of n_i, over all passes and ranks
 
-instead of the mean of the micro-batch means. Gradients are averaged over W ranks after the passes,
-so `backward()` of pass i starts from l_i W / N. One small collective before the passes computes N.
+instead of the mean of the micro-batch means. Gradients are averaged over W ranks, so `backward()`
+of pass i starts from l_i W / N. A small collective before the passes computes N.
 
 A scaling rule compares the gradients of k micro-batches, of which k' have tokens. With s_i the
 gradient of l_i, and v the noise per token,
@@ -53,9 +53,9 @@ class WeightedMean:
     ...     mean(model(x).square().sum()).backward()
     >>> optimizer.step()
 
-    The gradient equals that of a single backward pass over the full batch. This holds for plain
-    models, `DistributedDataParallel`, `ShardedDataParallel`, `FullyShardedDataParallel`
-    and `fully_shard`. The statistics of a rule account for the counts; the small batch is the mean
+    The gradient equals the gradient of a single backward pass over the full batch. This holds for
+    plain models, `DistributedDataParallel`, `ShardedDataParallel`, `FullyShardedDataParallel` and
+    `fully_shard`. The statistics of a rule account for the counts; the small batch is the mean
     micro-batch. Do not divide the losses by any other number. For a micro-batch without tokens,
     pass a zero that depends on the model.
 
@@ -84,7 +84,7 @@ class WeightedMean:
         with_tokens = sum(number > 0 for number in self._left)
         own = [sum(self._left), float(with_tokens), float(len(self._left)), 0.0]
         if mistake is not None:
-            # A rank with a mistake still takes part, because the other ranks would wait for it.
+            # A rank with a mistake still takes part, because the other ranks wait.
             own = [0.0, 0.0, 0.0, 1.0]
         rows = [own]
         if ranks.size > 1:
@@ -112,8 +112,8 @@ class WeightedMean:
     ) -> WeightedMean:
         """Create a mean from numbers that every rank knows, with no collective.
 
-        All `ranks` have equally many passes. `not_empty` of all micro-batches have tokens, `total`
-        in sum.
+        All `ranks` have equally many passes. Together, `not_empty` micro-batches have `total`
+        tokens.
         """
         mean = cls.__new__(cls)
         mistake = mean._prepare(counts, optimizer)
@@ -125,7 +125,7 @@ class WeightedMean:
     def _prepare(
         self, counts: Iterable[int | float | Tensor], optimizer: Optimizer | None
     ) -> str | None:
-        """Store this rank's counts; return an error message for invalid counts, or None."""
+        """Store this rank's counts; return an error message for invalid counts."""
         self._rule = None if optimizer is None else rule_of(optimizer)
         try:
             numbers = [float(count) for count in counts]
@@ -153,12 +153,11 @@ class WeightedMean:
     def _finish(
         self, optimizer: Optimizer | None, ranks: int, total: float, not_empty: int, passes: int
     ) -> None:
-        """Store the factors of the weights: this step's numbers over all ranks."""
+        """Store this step's numbers over all ranks."""
         self.total = total
         """Number of tokens in the step, on all ranks."""
         self._not_empty = not_empty
         self._passes = passes
-        # `_factor` also compensates for later divisions: by the ranks, and by the passes.
         self._factor = ranks
         rule = self._rule
         prepared = None if optimizer is None else find_prepared(optimizer)
@@ -172,7 +171,6 @@ class WeightedMean:
     def __call__(self, loss_sum: Tensor) -> Tensor:
         """Return this micro-batch's contribution to the mean, for `backward()`."""
         count = self.begin_pass()
-        # The gradient is zero if this micro-batch or the full step has no tokens.
         if not count:
             return loss_sum * 0.0
         return loss_sum * (self._factor / self.total)
@@ -183,7 +181,7 @@ class WeightedMean:
         return len(self._left)
 
     def begin_pass(self) -> float:
-        """Return the next micro-batch's count, and pass the weight to the rule."""
+        """Return the next count, and pass the weight to the rule."""
         if not self._left:
             raise RuntimeError("this WeightedMean was called more often than it has counts.")
         count = self._left.pop()
