@@ -26,7 +26,6 @@ from manyhands import fairscale
 
 from test_migrating import (  # isort: skip
     LOOPS,
-    PAGE,
     both_sides,
     flat,
     need_peer_of,
@@ -334,15 +333,8 @@ def test_one_worker_without_a_process_group(side, expected):
 # -- what fairscale's own tests look at ----------------------------------------------------------
 
 
-def looked_at():
-    """The first cells of the page's table of fairscale's own tests."""
-    text = PAGE.read_text(encoding="utf-8").partition("Of fairscale's own tests")[2]
-    lines = text.partition("\n\n## ")[0].splitlines()
-    return [line.split("|")[1] for line in lines if line.startswith("|")][2:]
-
-
 def own_tests():
-    """By the first cell: whether the page is right, on each of two ranks."""
+    """Yield attributes that fairscale's own tests read, and whether they differ as expected."""
     torch.manual_seed(0)
     linear = fairscale.FullyShardedDataParallel(nn.Linear(4, 3))
     inner = nn.Sequential(mh.FSDP(nn.Linear(4, 3)))
@@ -405,10 +397,6 @@ def said(action):
     return ""
 
 
-ELSEWHERE = {"resume `broadcast_fp16` exactly"}  # tests/checkpoint/test_any_to_any.py
-
-
-def test_what_fairscales_own_tests_look_at_is_as_the_page_says():
+def test_attributes_of_fairscales_own_tests():
     ranks = run_ranks(2, lambda: dict(own_tests()))
-    assert {*ranks[0], *ELSEWHERE} == set(looked_at())
     assert all(all(found.values()) for found in ranks), ranks

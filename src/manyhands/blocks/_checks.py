@@ -94,10 +94,9 @@ def _check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]
 def make_members(
     class_name: str,
     process_group: dist.ProcessGroup | None,
-    inner_group: dist.ProcessGroup | None,
+    inner: RankGroup,
     crew: Crew | None,
 ) -> Members:
-    inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
     if crew is None:
         workers = os.environ.get("MANYHANDS_WORKERS") or "1"
         if process_group is None and workers != "1":

@@ -158,11 +158,11 @@ class Blocks(OptimizerWrapper):
         warmup = whole("warmup", warmup, why="It is a number of steps.")
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
-        members = make_members(type(self).__name__, process_group, inner_group, crew)
+        inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
+        members = make_members(type(self).__name__, process_group, inner, crew)
         check_schedule(interval, overlap, fragments, ranks_per_worker=members.inner.size)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, self._inner)
         self._supports_amp = supports_amp(self._inner)
-        self._scheduled = {self._inner, *optimizers_in(self._inner)}
         self._options: dict[str, Value] = {
             **describe_outer(self._described or outer),
             "every": repr(interval),
@@ -177,7 +177,7 @@ class Blocks(OptimizerWrapper):
         }
         self._sync = Sync(
             members,
-            Anchor(outer, CODECS[codec], fragments, anchor_on_host, members.inner),
+            Anchor(outer, CODECS[codec], fragments, anchor_on_host, inner),
             Schedule(interval, fragments, overlap, warmup),
             BlockState.begin(warmup, local_warmup),
             Extras(self._inner, model, buffers, state, local_warmup and warmup > 0),
@@ -190,6 +190,7 @@ class Blocks(OptimizerWrapper):
         return self._inner
 
     def _begin(self, model: nn.Module | None) -> None:
+        self._scheduled = {self._inner, *optimizers_in(self._inner)}
         sync = self._sync
         params = trainable_params(self._inner)
         everything = all_params(self._inner)

@@ -131,8 +131,6 @@ def check(
         stop("check", "give either --float64 or --native.")
     if resume and precisions:
         stop("check", "--resume always uses the script's own precision.")
-    if not resume and options.get("--ranks") == 1:
-        stop("check", "--ranks takes a number of at least 2, got '1'. --resume accepts 1.")
     name, *arguments = words or [""]
     if module or not Path(name).is_file():
         _check_name(name, module, [*given, "--resume"])
@@ -210,6 +208,8 @@ def _check_ranks(
     name: str, arguments: list[str], module: bool, options: Mapping[str, Any]
 ) -> Verdict:
     ranks = _number(options, "--ranks", 2)
+    if ranks < 2:
+        stop("check", f"--ranks takes a number of at least 2, got '{ranks}'. --resume accepts 1.")
     steps = _number(options, "--steps", 5)
     seconds = _number(options, "--timeout", 300.0)
     allowed = options.get("--allow", "").replace(",", " ").split()
