@@ -704,8 +704,8 @@ def little_warmup(rows: list[Row], excess: Callable[[str, str], float]) -> Figur
     yield figure(
         "README.md",
         'reduced traffic by a factor of {} (`codec="int8"`, `every=32`, a warm-up of 5 %). The '
-        "[loss](docs/benchmarks/blocks-quality.md) was {} % higher than DDP's on Shakespeare and "
-        "{} % lower on MNIST at a low rate (AdamW, 4 workers)",
+        "[loss](docs/benchmarks/blocks-quality.md) was {} % higher than in synchronous training "
+        "on Shakespeare and {} % lower on MNIST at a low rate (AdamW, 4 workers)",
         *(whole, f"{text:.1f}", f"{-digits:.1f}"),
     )
 
