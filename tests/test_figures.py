@@ -39,7 +39,8 @@ MEASURED = re.compile(
 )
 NO_FIGURES = re.compile(  # code, targets of links, versions
     r"`[^`\n]*`|<!--.*?-->|\]\([^)\s]*\)|arXiv:\S+|\b\d+\.\d+\.\d+\b"
-    r"|\b(?:Python|torch|fairscale|adaptdl|fairseq|accelerate|transformers|Ray|Lightning) \d+\.\d+",
+    r"|\b(?:Python|torch|fairscale|adaptdl|fairseq|accelerate|transformers|trl|Ray|Lightning)"
+    r" \d+\.\d+",
     re.DOTALL | re.IGNORECASE,
 )
 
