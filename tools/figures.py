@@ -123,16 +123,9 @@ def base_of(workload: str) -> Cell:
 
 
 def quality() -> Figures:
-    small = base_of("mnist-sgd")
     ada, linear = (Cell("mnist-sgd", m, 32, "steps") for m in ("AdaScale", "linear + warm-up"))
     early, other = (Cell("mnist-sgd", m, 32, "samples") for m in ("AdaScale", "linear + warm-up"))
     assert other.mean > early.mean and ada.mean > linear.mean
-    yield figure(
-        "README.md",
-        "AdaScale reaches {} ± {} % in {} steps, and linear scaling with warm-up reaches {} ± {} "
-        "%. The small batch reaches {} ± {} % in {} steps.",
-        *(*ada.both, ada.steps, *linear.both, *small.both, small.steps),
-    )
     yield figure(
         "docs/scaling.md",
         "AdaScale is no better than linear scaling: {} % against {} % for an MLP on MNIST at scale "
@@ -579,10 +572,6 @@ def checkpoints() -> Figures:
         return ratios
 
     page, full, saved = "docs/benchmarks/checkpoints.md", "torch, full state dict", "manyhands"
-    slower = over(full, saved, "save")
-    yield figure("README.md", f"[{{}} to {{}} times]({page}) (100 M parameters)", *slower)
-    sentence = "| {} times as fast as torch's full state dict ⁷ |"
-    yield figure("README.md", sentence, min(slower))
     yield figure(
         page,
         "The A/A row takes {} and {} (save) and {} and {} (load) times as long",
