@@ -419,10 +419,9 @@ def main() -> None:
             return
         pages.store("resume", result)
     result = pages.read("resume")
-    parts = {}
-    for workers, part in ((0, "table"), (2, "with-workers")):
-        parts[part] = table([row for row in result["rows"] if row["workers"] == workers])
-    pages.fill("resume", result, libraries=result["libraries"], **parts)
+    shown = table([row for row in result["rows"] if row["workers"] == 0])
+    print(table([row for row in result["rows"] if row["workers"] != 0]))
+    pages.fill("resume", result, libraries=result["libraries"], table=shown)
 
 
 if __name__ == "__main__":
