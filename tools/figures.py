@@ -643,8 +643,8 @@ def blocks_quality() -> Figures:
     rounded = [abs(excess(t, f"{at_32}, int{bits}", at_32)) for t in tasks for bits in (8, 4)]
     yield figure(
         "docs/blocks.md",
-        'Compared with `"float32"`, `"int8"` and `"int4"` changed the loss by up to {} % (two small '
-        "models,",
+        'Compared with `"float32"`, `"int8"` and `"int4"` changed the loss by up to {} % (two '
+        "small models,",
         f"{max(rounded):.1f}",
     )
     text, digits = (-excess(task, f"{at_32}, state averaged", at_32) for task in tasks)
@@ -664,10 +664,10 @@ def blocks_quality() -> Figures:
     after, whole = f"{times:,.0f}", f"{whole_run(steps, warmup, times):.1f}"
     yield figure(
         "docs/blocks.md",
-        "With H = 160, **a complete run sends only {} times less** than DDP if its first quarter is "
-        "a synchronous warm-up. On 8 workers, the loss of a transformer of 0.6 M parameters was "
-        "{} % higher than with synchronous training with AdamW (three seeds), and {} % higher ({} "
-        "to {} %) with Muon",
+        "With H = 160, **a complete run sends only {} times less** than DDP if its first quarter "
+        "is a synchronous warm-up. On 8 workers, the loss of a transformer of 0.6 M parameters "
+        "was {} % higher than with synchronous training with AdamW (three seeds), and {} % higher "
+        "({} to {} %) with Muon",
         *(whole, f"{adamw:.1f}", f"{muon:.1f}"),
         *(f"{min(seeds):+.1f}", f"{max(seeds):+.1f}"),
     )
@@ -691,8 +691,9 @@ def little_warmup(rows: list[Row], excess: Callable[[str, str], float]) -> Figur
     whole = f"{whole_run(1200, 60, after):.1f}"
     yield figure(
         "docs/blocks.md",
-        'With `"int8"`, H = 32 and a warm-up of 5 %, the complete run sends {} times less. The loss '
-        "was {} % higher than with synchronous training on Shakespeare, and {} % lower on MNIST",
+        'With `"int8"`, H = 32 and a warm-up of 5 %, the complete run sends {} times less. The '
+        "loss was {} % higher than with synchronous training on Shakespeare, and {} % lower on "
+        "MNIST",
         *(whole, f"{text:.1f}", f"{-digits:.1f}"),
     )
     yield figure(
@@ -744,8 +745,8 @@ def short_runs() -> Figures:
         "docs/blocks.md",
         "With 40 or 80 rounds, these settings lost a median of up to {} points (% of labels or "
         "variance) with AdamW and {} with SGD (five small tasks each, two seeds) against "
-        "synchronous training, and up to {} points on the worst task. The defaults without warm-up lost {} to {} points "
-        "(DiLoCo) and {} to {} (BMUF) with 5 to 80 rounds.",
+        "synchronous training, and up to {} points on the worst task. The defaults without warm-up "
+        "lost {} to {} points (DiLoCo) and {} to {} (BMUF) with 5 to 80 rounds.",
         *(span(advised[0])[1], span(advised[1])[1], f"{worst:.1f}"),
         *(*span(defaults[0]), *span(defaults[1])),
     )
