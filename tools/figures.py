@@ -278,7 +278,7 @@ def gpu() -> Figures:
     tests = result["tests"]
     yield figure(page, "Of `tests/gpu` {} passed and {} failed", tests["passed"], tests["failed"])
     norms = result["trace"]["norms, ms of the device"]
-    yield figure(page, "Of a measured step of AdamScale {} ms of the device's time", f"{norms:.1f}")
+    yield figure(page, "norms take {} ms of the device's time", f"{norms:.1f}")
 
 
 def collapse() -> Figures:
