@@ -276,7 +276,7 @@ def gpu() -> Figures:
     result = stored("gpu.json")
     page = "docs/benchmarks/gpu.md"
     tests = result["tests"]
-    yield figure(page, "Of `tests/gpu` {} passed and {} failed", tests["passed"], tests["failed"])
+    yield figure(page, "In `tests/gpu`, {} tests passed and {} failed", tests["passed"], tests["failed"])
     norms = result["trace"]["norms, ms of the device"]
     yield figure(page, "norms take {} ms of the device's time", f"{norms:.1f}")
 
@@ -502,7 +502,7 @@ def fsdp_speed() -> Figures:
     for how, values in (("of `fully_shard` by default", rivals), ("with `reshard", kept_rivals)):
         sentence = f"- **{{}} to {{}} times the tokens per second** {how}"
         yield figure(page, sentence, *between(values))
-    sentence = "with fairscale's FSDP it processes {} to {} times the tokens per second"
+    sentence = "with fairscale's FSDP, it processes {} to {} times the tokens per second"
     yield figure(page, sentence, *between(peers))
 
 
