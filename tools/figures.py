@@ -276,7 +276,9 @@ def gpu() -> Figures:
     result = stored("gpu.json")
     page = "docs/benchmarks/gpu.md"
     tests = result["tests"]
-    yield figure(page, "In `tests/gpu`, {} tests passed and {} failed", tests["passed"], tests["failed"])
+    yield figure(
+        page, "In `tests/gpu`, {} tests passed and {} failed", tests["passed"], tests["failed"]
+    )
     norms = result["trace"]["norms, ms of the device"]
     yield figure(page, "norms take {} ms of the device's time", f"{norms:.1f}")
 
