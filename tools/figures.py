@@ -275,9 +275,11 @@ def gpu() -> Figures:
     result = stored("gpu.json")
     page = "docs/benchmarks/gpu.md"
     tests = result["tests"]
-    yield figure(page, "Of `tests/gpu` {} passed and {} failed", tests["passed"], tests["failed"])
+    yield figure(
+        page, "In `tests/gpu`, {} tests passed and {} failed", tests["passed"], tests["failed"]
+    )
     norms = result["trace"]["norms, ms of the device"]
-    yield figure(page, "Of a measured step of AdamScale {} ms of the device's time", f"{norms:.1f}")
+    yield figure(page, "norms take {} ms of the device's time", f"{norms:.1f}")
 
 
 def collapse() -> Figures:
@@ -503,7 +505,7 @@ def fsdp_speed() -> Figures:
     for how, values in (("of `fully_shard` by default", rivals), ("with `reshard", kept_rivals)):
         sentence = f"- **{{}} to {{}} times the tokens per second** {how}"
         yield figure(page, sentence, *between(values))
-    sentence = "with fairscale's FSDP it processes {} to {} times the tokens per second"
+    sentence = "with fairscale's FSDP, it processes {} to {} times the tokens per second"
     yield figure(page, sentence, *between(peers))
 
 
@@ -598,9 +600,9 @@ def codecs() -> Figures:
     """Compute the bytes of encoded values, sent once in H steps."""
     for name, sent, places in (
         ("bfloat16", "16 bits", 0),
-        ("int8", "integers, and a scale for each 256", 2),
-        ("int4", "integers, and a scale for each 64", 2),
-        ("ternary", "-1, 0 or 1, and a scale for each 256", 2),
+        ("int8", "integers, with a scale per 256 values", 2),
+        ("int4", "integers, with a scale per 64 values", 2),
+        ("ternary", "-1, 0 or 1, with a scale per 256 values", 2),
     ):
         size = 4 * 32 / times_less(name, 32)
         row = f'| `"{name}"` | {sent} | {{}} | {{}}'
@@ -641,13 +643,14 @@ def blocks_quality() -> Figures:
     rounded = [abs(excess(t, f"{at_32}, int{bits}", at_32)) for t in tasks for bits in (8, 4)]
     yield figure(
         "docs/blocks.md",
-        '`"int8"` and `"int4"` changed the loss by up to {} % (two small models,',
+        'Compared with `"float32"`, `"int8"` and `"int4"` changed the loss by up to {} % (two '
+        "small models,",
         f"{max(rounded):.1f}",
     )
     text, digits = (-excess(task, f"{at_32}, state averaged", at_32) for task in tasks)
     yield figure(
         "docs/blocks.md",
-        "gave {} % (Shakespeare) and {} % (MNIST) less loss",
+        "reduced the loss by {} % (Shakespeare) and {} % (MNIST;",
         *(f"{text:.1f}", f"{digits:.1f}"),
     )
     with_adamw, with_muon = "DiLoCo, H = 160, ternary", "DiLoCo, H = 160 in 5 fragments, ternary"
@@ -661,11 +664,11 @@ def blocks_quality() -> Figures:
     after, whole = f"{times:,.0f}", f"{whole_run(steps, warmup, times):.1f}"
     yield figure(
         "docs/blocks.md",
-        "With H = 160 the payload after the warm-up is {} times smaller than DDP's. **The complete "
-        "run sends only {} times less** if its first quarter is a synchronous warm-up. On 8 "
-        "workers, a transformer of 0.6 M parameters ended with {} % more loss than synchronous "
-        "training with AdamW (mean of three seeds), and with {} % more ({} to {} %) with Muon",
-        *(after, whole, f"{adamw:.1f}", f"{muon:.1f}"),
+        "With H = 160, **a complete run sends only {} times less** than DDP if its first quarter "
+        "is a synchronous warm-up. On 8 workers, the loss of a transformer of 0.6 M parameters "
+        "was {} % higher than with synchronous training with AdamW (three seeds), and {} % higher "
+        "({} to {} %) with Muon",
+        *(whole, f"{adamw:.1f}", f"{muon:.1f}"),
         *(f"{min(seeds):+.1f}", f"{max(seeds):+.1f}"),
     )
     yield figure(
@@ -688,9 +691,9 @@ def little_warmup(rows: list[Row], excess: Callable[[str, str], float]) -> Figur
     whole = f"{whole_run(1200, 60, after):.1f}"
     yield figure(
         "docs/blocks.md",
-        "With a warm-up of 5 % (1,200 steps, 4 workers, AdamW, three seeds), "
-        '`"int8"` at H = 32 sent {} times less in the complete run, for {} % more loss than '
-        "synchronous training on Shakespeare and {} % less on MNIST",
+        'With `"int8"`, H = 32 and a warm-up of 5 %, the complete run sends {} times less. The '
+        "loss was {} % higher than with synchronous training on Shakespeare, and {} % lower on "
+        "MNIST",
         *(whole, f"{text:.1f}", f"{-digits:.1f}"),
     )
     yield figure(
@@ -740,11 +743,10 @@ def short_runs() -> Figures:
     assert not any(within(points) for each in defaults for points in each)  # "on every task"
     yield figure(
         "docs/blocks.md",
-        "With 40 or 80 rounds, these settings lost up to {} points (AdamW) and {} (SGD; medians of "
-        "five small tasks each, two seeds) against synchronous training, and up to {} on the worst "
-        "task. "
-        "The defaults without warm-up lost {} to {} (DiLoCo) and {} to {} (BMUF) with 5 to 80 "
-        "rounds.",
+        "With 40 or 80 rounds, these settings lost a median of up to {} points (% of labels or "
+        "variance) with AdamW and {} with SGD (five small tasks each, two seeds) against "
+        "synchronous training, and up to {} points on the worst task. The defaults without warm-up "
+        "lost {} to {} points (DiLoCo) and {} to {} (BMUF) with 5 to 80 rounds.",
         *(span(advised[0])[1], span(advised[1])[1], f"{worst:.1f}"),
         *(*span(defaults[0]), *span(defaults[1])),
     )
