@@ -463,8 +463,8 @@ def compiled() -> Figures:
     ]
     yield figure(
         "docs/recipes.md",
-        "a compiled step took {}, {} and {} times the CPU time of compiled DDP's at levels 1, 2 "
-        "and 3, and {} to {} times that of the same uncompiled",
+        "a compiled step took {}, {} and {} times the CPU time of compiled DDP at levels 1, 2 and "
+        "3, and {} to {} times the CPU time of an uncompiled step",
         *(f"{value:.2f}" for value in over),
         *between(gain),
     )
