@@ -265,8 +265,8 @@ def gpu() -> Figures:
     every = (wall("AdaScale, measure_every=1"), wall("AdamScale, measure_every=1"))
     yield figure(
         "docs/scaling.md",
-        "with a GPT of 124 M parameters and 16,384 tokens per pass, a step took {} times as long as "
-        "a plain step under AdaScale, and {} times under AdamScale; with every step measured, "
+        "with a GPT of 124 M parameters and 16,384 tokens per pass, a step took {} times as long "
+        "as a plain step under AdaScale, and {} times under AdamScale; with every step measured, "
         "{} and {} times",
         *(wall("AdaScale"), wall("AdamScale"), *every),
     )
