@@ -128,8 +128,9 @@ def quality() -> Figures:
     assert other.mean > early.mean and ada.mean > linear.mean
     yield figure(
         "docs/scaling.md",
-        "AdaScale is no better than linear scaling: {} % against {} % for an MLP on MNIST at scale "
-        "32 (SGD, three seeds). Trained to the full progress: {} % against {} %.",
+        "AdaScale is no better than linear scaling: {} % versus {} % for an MLP on MNIST at scale "
+        "32 (SGD, three seeds). At full progress, AdaScale reaches {} %, and linear scaling {} % "
+        "in equally many steps.",
         *(f"{cell.mean:.1f}" for cell in (early, other, ada, linear)),
     )
     yield from around_adamw()
@@ -242,14 +243,14 @@ def cost() -> Figures:
         assert cpu(mlp, rule) < cpu(mlp, f"{rule}, measure_every=1")
     yield figure(
         "docs/scaling.md",
-        "an MLP of 10.5 M parameters under AdamScale took {} of bare DDP's CPU time with every "
-        "step measured, and {} with one in four",
+        "an MLP of 10.5 M parameters under AdamScale took {} times the CPU time of plain DDP with "
+        "every step measured, and {} times with one step in four",
         *(f"{cpu(mlp, f'AdamScale{more}'):.2f}" for more in (", measure_every=1", "")),
     )
     resnet = "ResNet-20, batch 8"
     yield figure(
         "docs/scaling.md",
-        "Small gradients save little: under AdaScale, ResNet-20 at batch 8 took {} and {}.",
+        "Small models benefit little: under AdaScale, ResNet-20 at batch 8 took {} and {} times.",
         *(f"{cpu(resnet, f'AdaScale{more}'):.3f}" for more in (", measure_every=1", "")),
     )
 
@@ -263,8 +264,9 @@ def gpu() -> Figures:
     every = (wall("AdaScale, measure_every=1"), wall("AdamScale, measure_every=1"))
     yield figure(
         "docs/scaling.md",
-        "with a GPT of 124 M parameters and 16,384 tokens a pass, AdaScale took {} and AdamScale "
-        "{} of a bare step; {} and {} with every step measured",
+        "with a GPT of 124 M parameters and 16,384 tokens per pass, a step took {} times as long "
+        "as a plain step under AdaScale, and {} times under AdamScale; with every step measured, "
+        "{} and {} times",
         *(wall("AdaScale"), wall("AdamScale"), *every),
     )
     yield figure(
@@ -466,8 +468,8 @@ def compiled() -> Figures:
     ]
     yield figure(
         "docs/recipes.md",
-        "a compiled step took {}, {} and {} times the CPU time of compiled DDP's at levels 1, 2 "
-        "and 3, and {} to {} times that of the same uncompiled",
+        "a compiled step took {}, {} and {} times the CPU time of compiled DDP at levels 1, 2 and "
+        "3, and {} to {} times the CPU time of an uncompiled step",
         *(f"{value:.2f}" for value in over),
         *between(gain),
     )
