@@ -130,7 +130,7 @@ def quality() -> Figures:
         "docs/scaling.md",
         "AdaScale is no better than linear scaling: {} % versus {} % for an MLP on MNIST at scale "
         "32 (SGD, three seeds). At full progress, AdaScale reaches {} %, and linear scaling {} % "
-        "in equally many steps.",
+        "in the same number of steps.",
         *(f"{cell.mean:.1f}" for cell in (early, other, ada, linear)),
     )
     yield from around_adamw()
@@ -250,7 +250,7 @@ def cost() -> Figures:
     resnet = "ResNet-20, batch 8"
     yield figure(
         "docs/scaling.md",
-        "Small models benefit little: under AdaScale, ResNet-20 at batch 8 took {} and {} times.",
+        "For small models it helps little: under AdaScale, the factors for ResNet-20 with batch size 8 were {} and {}.",
         *(f"{cpu(resnet, f'AdaScale{more}'):.3f}" for more in (", measure_every=1", "")),
     )
 
@@ -399,10 +399,10 @@ def time_to_loss() -> Figures:
     page = "docs/benchmarks/time_to_loss.md"
     assert max(fixed) < 1 and min(over) < 1 < max(over)  # "less", "more"
     least, most = reversed(apart(fixed))
-    sentence = f"[{{}} to {{}} % less time]({page}) (one MLP, three networks)"
+    sentence = f"[{{}} to {{}} % less time]({page}) (one MLP, three network speeds)"
     yield figure("README.md", sentence, least, most)
     yield figure("README.md", "| {} % less time than DDP ¹ |", least)
-    sentence = f"[{{}} % less to {{}} % more time]({page}) (three fixed batches)"
+    sentence = f"[{{}} % less to {{}} % more time]({page}) (three fixed batch sizes)"
     yield figure("README.md", sentence, *apart(over))
     yield figure("README.md", "| {} % more time than the best fixed batch ² |", apart(over)[1])
     yield figure(
@@ -702,7 +702,7 @@ def little_warmup(rows: list[Row], excess: Callable[[str, str], float]) -> Figur
         "README.md",
         'With `codec="int8"`, `every=32` and a warm-up of 5 %. The '
         "[loss](docs/benchmarks/blocks-quality.md) was {} % higher than in synchronous training "
-        "on Shakespeare and {} % lower on MNIST at a low rate (AdamW, 4 workers)",
+        "on Shakespeare and {} % lower on MNIST at a low learning rate (AdamW, 4 workers)",
         *(f"{text:.1f}", f"{-digits:.1f}"),
     )
     yield figure("README.md", "| {} times less than DDP ⁵ |", whole)
@@ -825,7 +825,7 @@ def blocks_faults() -> Figures:
     rows = result["rows"]
     row = rows["every 30 s"]
     kept = f"{100 * row['rate'] / rows['no faults']['rate']:.0f}"
-    yield figure("README.md", "| {} % of the throughput without failures ⁶ |", kept)
+    yield figure("README.md", "| {} % of the failure-free throughput ⁶ |", kept)
     assert row["missing"] == 0
     hit = [rows["every 30 s"], rows["every 15 s"]]
     kill, stop = (max(t for row in hit for t in row[how]["delays"]) for how in ("kill", "stop"))
