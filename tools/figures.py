@@ -161,7 +161,8 @@ def around_adamw() -> Figures:
     )
     yield figure(
         "docs/scaling.md",
-        "AdaScale took {} (MNIST), {} (digits) and {} (Shakespeare) times AdamScale's steps.",
+        "AdaScale took {} (MNIST), {} (digits) and {} (Shakespeare) times as many "
+        "steps as AdamScale.",
         *(f"{a.samples / b.samples:.2f}" for a, b in zip(ada, adam, strict=True)),
     )
 
@@ -250,7 +251,8 @@ def cost() -> Figures:
     resnet = "ResNet-20, batch 8"
     yield figure(
         "docs/scaling.md",
-        "For small models it helps little: under AdaScale, the factors for ResNet-20 with batch size 8 were {} and {}.",
+        "For small models it helps little: under AdaScale, the factors for ResNet-20 with batch "
+        "size 8 were {} and {}.",
         *(f"{cpu(resnet, f'AdaScale{more}'):.3f}" for more in (", measure_every=1", "")),
     )
 
