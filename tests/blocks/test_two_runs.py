@@ -90,7 +90,7 @@ def test_a_second_run_does_not_write_into_the_records_of_the_first(tmp_path):
         with run(tmp_path, "records", "second", "1") as second:
             assert second.wait(LONG) == 1, second.said()
         assert re.search(r"another process is writing runs/records\d\.jsonl", second.said())
-        assert "Give each run a path of its own" in second.said()
+        assert "Give each run a separate path" in second.said()
         (tmp_path / "end").touch()
         assert first.wait(LONG) == 0, first.said()
 
