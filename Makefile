@@ -22,13 +22,20 @@ ORIGINALS_READY := $(ORIGINALS)/ready
 ORIGINALS_INSTALL := $(ORIGINALS)/bin/python -m pip install --disable-pip-version-check \
     --requirement requirements-originals.txt
 
-# An environment that sees the packages of .venv. addsitedir also reads .pth files: coverage has one, for
-# processes that a test starts.
+# Create an environment that sees the packages of .venv, and install into it: $(call BESIDE_VENV,folder,install).
+# addsitedir also reads .pth files, such as coverage's for subprocesses of tests.
 define BESIDE_VENV
+@echo "Creating $(1); the first time this takes a minute ..."
 @$(BIN)/python -m venv $(1)
 @$(BIN)/python -c 'import sysconfig; folders = {sysconfig.get_path(name) for name in ("purelib", "platlib")}; \
     [print("import site; site.addsitedir(%r)" % folder) for folder in sorted(folders)]' \
     >"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+@$(2) --quiet --quiet || { \
+    echo; \
+    echo "Installing into $(1) failed: see pip's error above. For pip's full output, run:"; \
+    echo "    $(2)"; \
+    exit 1; } >&2
+@touch $(1)/ready
 endef
 
 .PHONY: help demo test test-integrations test-originals quick gpu coverage lint docs docs-serve clean
@@ -108,21 +115,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 $(WITH_READY): $(READY) pyproject.toml constraints.txt constraints-integrations.txt
-	@echo "Creating $(WITH); the first time this takes a minute ..."
-	$(call BESIDE_VENV,$(WITH))
-	@$(WITH_INSTALL) --quiet --quiet || { \
-	    echo; \
-	    echo "Installing into $(WITH) failed: see pip's error above. For pip's full output, run:"; \
-	    echo "    $(WITH_INSTALL)"; \
-	    exit 1; } >&2
-	@touch $@
+	$(call BESIDE_VENV,$(WITH),$(WITH_INSTALL))
 
 $(ORIGINALS_READY): $(READY) requirements-originals.txt
-	@echo "Creating $(ORIGINALS); the first time this takes a minute ..."
-	$(call BESIDE_VENV,$(ORIGINALS))
-	@$(ORIGINALS_INSTALL) --quiet --quiet || { \
-	    echo; \
-	    echo "Installing into $(ORIGINALS) failed: see pip's error above. For pip's full output, run:"; \
-	    echo "    $(ORIGINALS_INSTALL)"; \
-	    exit 1; } >&2
-	@touch $@
+	$(call BESIDE_VENV,$(ORIGINALS),$(ORIGINALS_INSTALL))

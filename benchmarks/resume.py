@@ -126,6 +126,20 @@ def train_batch(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) 
     optimizer.step()
 
 
+def save_training(start: Start, net: Model, optimizer: torch.optim.Optimizer, **more: int) -> None:
+    """Save on rank 0. The next start of the job waits until all ranks have ended."""
+    if dist.get_rank() == 0:
+        state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), **more}
+        torch.save(state, start.folder / "checkpoint.pt")
+
+
+def load_training(start: Start, net: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    saved = torch.load(start.folder / "checkpoint.pt", weights_only=True)
+    net.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved
+
+
 # -- methods ---------------------------------------------------------------------------------------
 # Each method follows the documentation of its library, records every step, and returns the model.
 
@@ -137,13 +151,10 @@ def skip_batches(start: Start, record: Record) -> Model:
     ranks = dist.get_world_size()
     sampler: DistributedSampler[Any] = DistributedSampler(Samples(), shuffle=True, seed=0)
     loader = DataLoader(Samples(), BATCH, sampler=sampler, num_workers=start.workers)
-    file = start.folder / "checkpoint.pt"
     first_epoch = 0
     skipped = 0
     if start.resume:
-        saved = torch.load(file, weights_only=True)
-        net.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        saved = load_training(start, net, optimizer)
         first_epoch = saved["epoch"]
         skipped = saved["samples"] // (BATCH * ranks)
     for epoch in range(first_epoch, EPOCHS):
@@ -153,9 +164,8 @@ def skip_batches(start: Start, record: Record) -> Model:
                 continue
             train_batch(model, optimizer, batch)
             if record.step(net):
-                state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
                 samples = (number + 1) * BATCH * ranks
-                torch.save({**state, "epoch": epoch, "samples": samples}, file)
+                save_training(start, net, optimizer, epoch=epoch, samples=samples)
                 return net
     return net
 
@@ -171,9 +181,7 @@ def stateful_loader(start: Start, record: Record) -> Model:
     loader = StatefulDataLoader(Samples(), BATCH, sampler=sampler, num_workers=start.workers)
     first_epoch = 0
     if start.resume:
-        saved = torch.load(start.folder / "checkpoint.pt", weights_only=True)
-        net.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        saved = load_training(start, net, optimizer)
         first_epoch = saved["epoch"]
         sampler.set_epoch(first_epoch)
         state = torch.load(start.folder / f"loader-{rank % saved['ranks']}.pt", weights_only=True)
@@ -183,11 +191,7 @@ def stateful_loader(start: Start, record: Record) -> Model:
         for batch in loader:
             train_batch(model, optimizer, batch)
             if record.step(net):
-                state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-                ranks = dist.get_world_size()
-                torch.save(
-                    {**state, "epoch": epoch, "ranks": ranks}, start.folder / "checkpoint.pt"
-                )
+                save_training(start, net, optimizer, epoch=epoch, ranks=dist.get_world_size())
                 torch.save(loader.state_dict(), start.folder / f"loader-{rank}.pt")
                 return net
     return net

@@ -19,7 +19,6 @@ import manyhands as mh
 from helpers import lightning_runs
 from helpers.lightning_runs import (
     MARKS,
-    as_under_torchrun,
     cosine,
     data,
     loss_of,
@@ -29,7 +28,7 @@ from helpers.lightning_runs import (
     values,
 )
 from helpers.pages import ROOT, run_page
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import as_under_torchrun, raises_on_ranks, run_ranks
 
 pytestmark = MARKS
 
@@ -322,7 +321,7 @@ def fabric_loop(make, passes, precision, clip, steps, averaged=True, save=None, 
 
     size = dist.get_world_size()
     if size > 1:
-        as_under_torchrun()
+        as_under_torchrun(TORCHELASTIC_RUN_ID="none")
     strategy = "ddp" if size > 1 else "auto"
     fabric = L.Fabric(accelerator="cpu", devices=size, strategy=strategy, precision=precision)
     fabric.launch()

@@ -123,9 +123,8 @@ def test_our_name_exists(name):
 def peer(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip(
-            name, reason=f"{name} is not installed: python benchmarks/peers.py"
-        )
+        package = name.partition(".")[0]
+        return pytest.importorskip(name, reason=f"{package} is not installed: make test-originals")
 
 
 def need_peer_of(name):

@@ -65,7 +65,7 @@ NOWHERE = ("none", "—")
 def test_the_names_are_those_of_the_original(package):
     folder = installed(package)
     if folder is None:
-        pytest.skip(f"{package} is not installed")
+        pytest.skip(f"{package} is not installed: make test-originals")
     assert list(folder.glob(f"{package}-{VERSIONS[package]}*-info"))
     assert read(folder, package) == STORED[package]
 

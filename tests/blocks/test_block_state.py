@@ -39,14 +39,14 @@ def test_a_block_of_all_fragments_ends_at_the_anchor():
     assert state.diverged
     sent = state.send(ALL)
     assert (sent.in_flight, sent.diverged) == (1, True)
-    merged = sent.commit(complete=True, overlaps=False)
+    merged = sent.commit(complete=True, diverges=False)
     assert (merged.in_flight, merged.diverged, merged.rounds) == (0, False, 1)
 
 
 def test_after_a_fragment_or_an_overlap_a_worker_is_still_apart():
     sent = after(2).send(ALL)
-    assert sent.commit(complete=False, overlaps=False).diverged
-    assert sent.commit(complete=True, overlaps=True).diverged
+    assert sent.commit(complete=False, diverges=False).diverged
+    assert sent.commit(complete=True, diverges=True).diverged
 
 
 def test_an_undone_round_is_repeated_before_anything_else():
@@ -82,7 +82,7 @@ def test_a_joiner_contributes_from_its_first_step_on():
     joined = BlockState.begin(2, True).join(7, 1, diverged=True, retry=[0, 1])
     assert (joined.steps, joined.rounds, joined.has_anchor) == (7, 1, True)
     assert not joined.contributes and not joined.send([0, 1]).contributes
-    assert joined.send([0, 1]).commit(complete=False, overlaps=False).contributes
+    assert joined.send([0, 1]).commit(complete=False, diverges=False).contributes
     assert replace(joined, retry=()).step().contributes
     assert not BlockState.begin(9, True).join(7, 0, diverged=True, retry=[]).has_anchor
 
@@ -91,7 +91,7 @@ def test_a_joiner_is_a_newcomer_until_it_has_held_a_round():
     joined = BlockState().join(7, 1, diverged=True, retry=[]).step()
     assert joined.version == Version(1, False, 8)
     assert joined.send(ALL).undo(ALL).regroup().newcomer
-    held = joined.send(ALL).commit(complete=True, overlaps=False)
+    held = joined.send(ALL).commit(complete=True, diverges=False)
     assert held.version == Version(2, True, 8) and not joined.load(8, 1).newcomer
 
 
@@ -131,7 +131,7 @@ def test_work_is_what_no_kept_round_has_yet():
     sent = state.send(ALL)
     later = sent.step(samples=1)
     assert later.undo().work == Work(4, 3, 13)  # sent again with what was done since
-    merged = later.commit(complete=True, overlaps=True, work=sent.work)
+    merged = later.commit(complete=True, diverges=True, work=sent.work)
     assert merged.work == Work(1, 1, 1) and merged.own == 4
     for gives_up in (
         lambda s: s.drop_steps(),
@@ -149,7 +149,7 @@ def test_steps_that_are_given_up_are_counted_and_those_along_a_mean_are_not():
     assert (late.own, late.dropped, late.work) == (4, 4, NO_WORK)
     assert late.step().drop_steps().dropped == 5
     assert late.step().return_to_anchor().dropped == 5
-    merged = state.commit(complete=True, overlaps=True, work=Work(3))
+    merged = state.commit(complete=True, diverges=True, work=Work(3))
     assert merged.join(20, 4, diverged=False, retry=[]).dropped == 1
     assert after(1, 2).join(2, 0, diverged=False, retry=[]).dropped == 0  # in a shared warm-up
     assert after(1, 2, True).join(2, 0, diverged=False, retry=[]).dropped == 1
@@ -163,15 +163,15 @@ def test_a_block_that_ends_early_counts_to_its_end():
 
 
 SENSELESS = {
-    "nothing was sent": lambda: after(2).commit(complete=True, overlaps=False),
+    "nothing was sent": lambda: after(2).commit(complete=True, diverges=False),
     "nothing to undo": lambda: after(2).undo(),
     "nothing to send": lambda: BlockState().send([0]),
-    "nothing to repeat": lambda: after(2).send(ALL).commit(complete=True, overlaps=False).send(ALL),
+    "nothing to repeat": lambda: after(2).send(ALL).commit(complete=True, diverges=False).send(ALL),
     "a step in between": lambda: after(2).send([0]).undo([0]).step(),
     "another round first": lambda: after(2).send([0]).undo([0]).send([1]),
     "repeated beside another": lambda: after(2).send([0]).send([1]).undo([0]),
     "at the anchor, with one in flight": lambda: (
-        after(2).send([0]).send([1]).commit(complete=True, overlaps=False)
+        after(2).send([0]).send([1]).commit(complete=True, diverges=False)
     ),
     "joined in flight": lambda: after(2).send([0]).join(3, 0, diverged=True, retry=[]),
     "joined for nothing": lambda: BlockState().join(3, 0, diverged=False, retry=[0]),
@@ -194,7 +194,7 @@ SENSELESS = {
     "a block that ends before its steps": lambda: after(2).end_block(1),
     "a block that ends before a repeated round": lambda: after(2).send([0]).undo([0]).end_block(4),
     "more work merged than done": lambda: (
-        after(2).send([0]).commit(complete=True, overlaps=False, work=Work(3))
+        after(2).send([0]).commit(complete=True, diverges=False, work=Work(3))
     ),
 }
 
@@ -240,7 +240,7 @@ class Life(RuleBasedStateMachine):
         complete = len(fragments) == FRAGMENTS
         # Of two rounds in flight, the second was sent with the first one's work, too.
         self.sent = [(these, flag, later.minus(work)) for these, flag, later in self.sent]
-        self.change(self.state.commit(complete=complete, overlaps=overlaps, work=work))
+        self.change(self.state.commit(complete=complete, diverges=overlaps, work=work))
         self.unmerged -= work.steps
         if not overlaps:
             self.moved -= set(fragments)

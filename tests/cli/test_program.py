@@ -1,6 +1,7 @@
 """The program `manyhands`: answers without torch, shell completion, and progress."""
 
 import contextlib
+import inspect
 import os
 import pty
 import subprocess
@@ -137,6 +138,16 @@ def test_the_help_of_check_lists_all_exceptions():
     from manyhands.tools.cli import check
 
     assert set(check.EXCEPTIONS) == set(EXCEPTIONS)
+
+
+def test_the_defaults_of_run_are_those_of_crews():
+    from manyhands.blocks.crew import _crew, _launcher, _store
+    from manyhands.tools.cli import run
+
+    defaults = inspect.signature(run.run).parameters
+    assert run.SECRET_VARIABLE == _store.SECRET_VARIABLE
+    assert float(defaults["patience"].default) == _crew.PATIENCE
+    assert defaults["grace"].default == _launcher.STOP_GRACE
 
 
 PROGRESS = """

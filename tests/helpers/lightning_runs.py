@@ -7,7 +7,6 @@ The data are those of two ranks. `fit` trains a `Trainer` on the ranks that it i
 import contextlib
 import importlib.util
 import logging
-import os
 import warnings
 from functools import partial
 from typing import Any
@@ -19,6 +18,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
+
+from helpers.ranks import as_under_torchrun
 
 MARKS = [
     pytest.mark.usefixtures("lightning"),
@@ -51,13 +52,6 @@ def import_lightning():
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return lightning
-
-
-def as_under_torchrun():
-    """Set what Lightning looks for: then it does not start ranks of its own."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ.update(TORCHELASTIC_RUN_ID="none", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
 
 def net():
@@ -120,7 +114,7 @@ def trainer_of(strategy="auto", **options):
 
     size = dist.get_world_size()
     if size > 1:
-        as_under_torchrun()
+        as_under_torchrun(TORCHELASTIC_RUN_ID="none")  # Lightning must not start ranks
         strategy = "ddp" if strategy == "auto" else strategy
     options = {**dict.fromkeys(QUIET, False), **options}
     return L.Trainer(

@@ -121,6 +121,14 @@ def raises_on_ranks(
     return [message for _, message, _ in outcomes]
 
 
+def as_under_torchrun(**more: str) -> None:
+    """Set the variables of torchrun that trainers read, in a rank."""
+    rank = str(dist.get_rank())
+    size = str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", **more)
+
+
 class _Rank:
     """One forked rank as the parent sees it; leaving the `with` block leaves no process behind."""
 

@@ -6,7 +6,6 @@ gradient of a step is the mean of the small batches that it had.
 
 import contextlib
 import importlib.util
-import os
 import warnings
 
 import pytest
@@ -18,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import as_under_torchrun, raises_on_ranks, run_ranks
 from helpers.run_command import Command
 from helpers.scaling_oracle import PlainRun, adamscale, adascale, make_batches, make_model
 from manyhands import adaptdl
@@ -61,9 +60,7 @@ def accelerator_of(**options):
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", OMP_NUM_THREADS="1")
+    as_under_torchrun(OMP_NUM_THREADS="1")
     options = {"gradient_accumulation_steps": N, **options}
     return Accelerator(cpu=True, **options)
 

@@ -1,6 +1,5 @@
 """The Trainer with a Cursor: every sample is used once per epoch, across stops and rank counts."""
 
-import os
 import warnings
 
 import pytest
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import as_under_torchrun, run_ranks
 
 with warnings.catch_warnings():  # once, before ranks are forked
     warnings.simplefilter("ignore")
@@ -84,10 +83,8 @@ def make(folder, stop=None, passes=1, batch=BATCH):
 
 
 def train(folder, stop=None, resume=False, **options):
-    if dist.is_initialized():  # the variables that torchrun sets
-        rank, size = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    if dist.is_initialized():
+        as_under_torchrun()
     net, trainer = make(folder, stop, **options)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if resume else None)
     weights = nn.utils.parameters_to_vector(net.parameters()).detach()
@@ -138,6 +135,13 @@ def test_another_batch_size_is_refused_after_a_resume(tmp_path):
 def test_an_epoch_that_steps_do_not_divide_is_refused(tmp_path):
     with pytest.raises(ValueError, match="8 batches of an epoch must be divisible by"):
         make(tmp_path, passes=3)
+
+
+def test_a_cursor_with_several_passes_is_refused(tmp_path):
+    _, trainer = make(tmp_path)
+    cursor = mh.Cursor(data(), BATCH, max_local_batch_size=BATCH // 2)
+    with pytest.raises(ValueError, match="single pass per batch, got 2 passes"):
+        use_cursor(trainer, cursor)
 
 
 def test_a_stream_is_refused(tmp_path):

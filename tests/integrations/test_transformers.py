@@ -6,7 +6,6 @@ formula in the docstring of `scaling/_weighted_mean.py`, applied by hand to thei
 
 import contextlib
 import math
-import os
 import types
 import warnings
 
@@ -19,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import as_under_torchrun, raises_on_ranks, run_ranks
 from manyhands import fairscale
 from manyhands.ramp import _ramp
 
@@ -159,17 +158,11 @@ class Plain:
 # -- Trainer ----------------------------------------------------------------------------------
 
 
-def as_under_torchrun():
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", OMP_NUM_THREADS="1")
-
-
 def trainer_of(
     data, folder, *, passes=3, rule=mh.AdaScale, by_progress=False, given=None, wrap=None, **options
 ):
     if dist.get_world_size() > 1:
-        as_under_torchrun()
+        as_under_torchrun(OMP_NUM_THREADS="1")
     args = TrainingArguments(
         output_dir=str(folder),
         **{

@@ -170,16 +170,16 @@ class BlockState:
         assert not self.ends_warmup, f"not the round that ends the warm-up: {self}"
         return replace(self, in_flight=self.in_flight + 1, retry=())
 
-    def commit(self, *, complete: bool, overlaps: bool, work: Work = NO_WORK) -> BlockState:
+    def commit(self, *, complete: bool, diverges: bool, work: Work = NO_WORK) -> BlockState:
         """Count the oldest round in flight as merged, with this worker's `work`.
 
-        `complete`: the round had all fragments. `overlaps`: training continued during the round,
-        or the merge has mixed in local values.
+        `complete`: the round had all fragments. `diverges`: the merged parameters may differ from
+        the anchor.
         """
         return replace(
             self,
             rounds=self.rounds + 1,
-            diverged=overlaps or not complete,
+            diverged=diverges or not complete,
             just_joined=False,
             newcomer=False,
             in_flight=self.in_flight - 1,

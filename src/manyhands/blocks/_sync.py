@@ -375,7 +375,7 @@ class Sync:
         if self.extras.state == "reset" and ends_block:
             self.extras.reset_state()
         complete = len(pending.fragments) == self.schedule.fragments
-        self.state = self.state.commit(complete=complete, overlaps=pending.diverges, work=work)
+        self.state = self.state.commit(complete=complete, diverges=pending.diverges, work=work)
         for later in self.pending:  # these rounds include the work just merged
             later.report = later.report.with_work(later.report.work.minus(work))
         self.regroup(due)

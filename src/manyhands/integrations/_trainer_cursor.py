@@ -38,7 +38,7 @@ def use_cursor(trainer: Trainer, cursor: BaseCursor) -> None:
     Args:
         trainer: a `Trainer`, or an object of a derived class. `per_device_train_batch_size`,
             `train_dataset` and the `dataloader_` arguments have no effect on the training data.
-        cursor: a `Cursor` with `keep="batch"`, and without `optimizer` and `max_local_batch_size`.
+        cursor: a `Cursor` with `keep="batch"`, and without `max_local_batch_size`.
             Each batch is one micro-batch: with `gradient_accumulation_steps`, a step uses
             `gradient_accumulation_steps * batch_size` samples.
     """
@@ -46,6 +46,11 @@ def use_cursor(trainer: Trainer, cursor: BaseCursor) -> None:
         raise TypeError(
             "use_cursor needs a Cursor over a dataset with a length, got "
             f"{type(cursor).__name__}. The Trainer counts the batches of an epoch."
+        )
+    if cursor.passes != 1:
+        raise ValueError(
+            f"use_cursor needs a Cursor with a single pass per batch, got {cursor.passes} passes. "
+            "Omit max_local_batch_size, and set gradient_accumulation_steps of the Trainer."
         )
     passes = trainer.args.gradient_accumulation_steps
     if len(cursor) % passes:
@@ -55,6 +60,7 @@ def use_cursor(trainer: Trainer, cursor: BaseCursor) -> None:
         )
     trainer.args.ignore_data_skip = True  # the Trainer must not skip batches after a resume
     loader = EpochLoader(cursor)
+    # A method of the object, because the class is the user's.
     trainer.get_train_dataloader = lambda: loader
     trainer.add_callback(CursorPosition(cursor))
 

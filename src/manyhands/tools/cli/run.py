@@ -15,7 +15,7 @@ import typer
 
 from manyhands.tools.cli._terminal import check_no_option, stop
 
-SECRET_VARIABLE = "MANYHANDS_SECRET"
+SECRET_VARIABLE = "MANYHANDS_SECRET"  # as in blocks/crew/_store.py, which needs torch
 
 Script = Annotated[
     list[str] | None,
@@ -114,9 +114,11 @@ def run(
     # At each connection, torch asks a name server while the store does not answer. By default, the
     # C library repeats lost questions after 5 seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
-    from manyhands.blocks.crew import _launcher, _store
+    from manyhands.blocks.crew import _crew, _launcher, _store
     from manyhands.errors import StoreLost
 
+    if seconds is None:
+        seconds = max(_crew.PATIENCE, stall)
     try:
         serving = store is None  # the launcher that serves the store ends last
         if store is None:
@@ -152,9 +154,10 @@ def run(
     raise typer.Exit(launcher.run())
 
 
-def _parse_patience(patience: str, stall: float) -> float:
+def _parse_patience(patience: str, stall: float) -> float | None:
+    """Return the seconds that the launcher waits; None for "auto"."""
     if patience == "auto":
-        return max(600.0, stall)  # for the launcher, which restarts workers
+        return None
     try:
         seconds = float(patience)
     except ValueError:
