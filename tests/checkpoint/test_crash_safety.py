@@ -15,6 +15,7 @@ import warnings
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -345,6 +346,26 @@ def test_a_file_system_that_takes_no_more_files_leaves_nothing_half_made(at, tmp
             mh.save(tmp_path, value=torch.zeros(3))
     assert left(tmp_path) == []
     assert mh.load(tmp_path)["value"].tolist() == [1, 1, 1]
+
+
+def test_a_rank_that_drops_a_failed_save_late_does_not_hinder_the_next(tmp_path, monkeypatch):
+    rival = _folder.Folder(tmp_path / "run")
+    create = _folder.open_descriptor
+    drops = iter([True, True])
+
+    def open_after_a_drop(path, flags=os.O_RDONLY):
+        if path.name.startswith("worker-") and next(drops, False):
+            rival.drop(path.parent.name, "worker-00003-earlier.safetensors")
+        return create(path, flags)
+
+    monkeypatch.setattr(_folder, "open_descriptor", open_after_a_drop)
+    mh.save(tmp_path / "run", value=1)
+    assert next(drops, None) is None
+    assert mh.load(tmp_path / "run") == {"value": 1}
+    monkeypatch.setattr(_folder, "NewFile", mock.Mock(side_effect=FileNotFoundError))
+    with pytest.raises(OSError, match=r"another process removes .*000002\. Use a different path"):
+        mh.save(tmp_path / "run", value=2)
+    assert left(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -64,6 +64,7 @@ RUN_VARIABLE = "MANYHANDS_RUN"  # the run's name; all workers of a run share the
 JOB_VARIABLES = (RUN_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
 REMEMBERED = 100  # marks of ended processes in the lock file
+ATTEMPTS = 10  # to create a folder that other ranks remove
 
 _process = uuid.uuid4().hex
 _pauses = random.Random()  # does not advance the script's generator
@@ -257,13 +258,21 @@ class Folder:
     @contextlib.contextmanager
     def create(self, name: str, file: str) -> Iterator[NewFile]:
         """Create a file of a checkpoint, and remove it after an error."""
-        (self.path / name).mkdir(parents=True, exist_ok=True)
-        new = NewFile(self.path / name / file)
+        new = self._new_file(name, file)
         try:
             yield new
         except BaseException:
             new.discard()
             raise
+
+    def _new_file(self, name: str, file: str) -> NewFile:
+        folder = self.path / name
+        for _ in range(ATTEMPTS):
+            folder.mkdir(parents=True, exist_ok=True)
+            # After a failed save of this name, `drop` on another rank may remove the empty folder.
+            with contextlib.suppress(FileNotFoundError):
+                return NewFile(folder / file)
+        raise FileNotFoundError(f"another process removes {folder}. Use a different path.")
 
     def open(self, name: str, file: str) -> OpenFile:
         return OpenFile(self.path / name / file)
