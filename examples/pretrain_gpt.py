@@ -156,7 +156,8 @@ model, (muon, adamw) = mh.shard(
 )
 
 # A rule for each optimizer. The ramp uses the noise of Muon's gradients.
-muon, adamw = mh.SqrtScale(muon), mh.AdamScale(adamw)
+muon = mh.SqrtScale(muon)
+adamw = mh.AdaScale(adamw)
 ramp = mh.Ramp(muon, args.max_scale, model=model)
 
 

@@ -144,14 +144,17 @@ def run(
             secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(),
         )
     except (OSError, ValueError, StoreLost) as error:
-        message = str(error)
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            message = (
-                f"another program listens at {listen}, perhaps the store of another run. Give "
-                "--listen another port, or --store to add workers to that run."
-            )
-        stop("run", *message.splitlines())
+        stop("run", *_explain(error, listen).splitlines())
     raise typer.Exit(launcher.run())
+
+
+def _explain(error: Exception, listen: str | None) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return (
+            f"another program listens at {listen}, perhaps the store of another run. Give "
+            "--listen another port, or --store to add workers to that run."
+        )
+    return str(error)
 
 
 def _parse_patience(patience: str, stall: float) -> float | None:
