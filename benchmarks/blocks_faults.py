@@ -17,7 +17,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import pages
@@ -30,7 +30,6 @@ os.environ["PYTHONPATH"] += f"{os.pathsep}{HERE}{os.pathsep}{HERE.parent / 'test
 
 from faults import harm  # noqa: E402
 from faults.harm import KINDS, Fault, LogLine, Plan, Trial  # noqa: E402
-from faults.spent import CAUSES  # noqa: E402
 
 FULL = Plan(
     workers=8, steps=3200, every=16, batch=8, pace=0.09, lr=4e-3, stall=1.0, jitter=2.0, asleep=10.0
@@ -59,7 +58,7 @@ def main() -> None:
         draw(pages.read("blocks-faults"))
     elif args.quick:
         rows = run({NONE: QUICK, "every 5 s": replace(QUICK, interval=5.0)}, args.data)
-        print(table(rows), spent({name: [row] for name, row in rows.items()}), sep="\n\n")
+        print(table(rows))
         say_unsound(rows)
     elif args.part == 1:
         plans = {f"every {s:g} s": replace(FULL, interval=s) for s in (30.0, 15.0)}
@@ -174,7 +173,6 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
         "loss": losses[0] if losses else None,
         "code": trial.code,
         "cores": trial.cpu / trial.seconds,
-        "spent": trial.spent,
     }
     for kind in KINDS:
         faults = [fault for fault in trial.faults if fault.kind == kind]
@@ -268,28 +266,17 @@ def base_of(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def spent(rows: dict[str, list[dict[str, Any]]]) -> str:
-    """Return the seconds of all workers by cause, in percent; of several runs, the mean."""
-    cells = []
-    for cause, what in CAUSES.items():
-        shares = [fmean(row["spent"][cause] for row in each) for each in rows.values()]
-        cells.append([what, *(f"{100 * share:.1f}" for share in shares)])
-    return pages.table(" | ".join(["% of all workers' seconds", *rows]), cells)
-
-
 def _spread(values: list[float]) -> str:
     return f"{median(values):.1f}, {max(values):.1f}" if values else ""
 
 
 def draw(result: dict[str, Any]) -> None:
-    runs = {name: each for name, each in result["attacks"].items() if each}
     pages.fill(
         "blocks-faults",
         result,
         table=table(result["rows"]),
         attacked=attacked(result),
     )
-    print(spent({NONE: [result["rows"][NONE]], **runs}))
 
 
 if __name__ == "__main__":

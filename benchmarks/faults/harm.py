@@ -28,7 +28,6 @@ from typing import Any
 
 import pages
 
-from faults import spent
 from helpers.networks import Networks
 from manyhands.blocks.crew._processes import die_with_parent
 
@@ -80,7 +79,6 @@ class Trial:
     code: int
     cpu: float  # seconds, of all processes
     seconds: float  # from the start of the command to its end
-    spent: dict[str, float]  # the part of all workers' seconds that each cause has taken
 
 
 class _Harm:
@@ -202,8 +200,7 @@ def run(plan: Plan, data: Path) -> Trial:
                 print("\n".join(output.read_text(errors="replace").splitlines()[-40:]))
         seconds = time.monotonic() - began
         cpu = _cpu_of_children() - cpu
-        shares = spent.shares(log.parent.glob("worker*"))
-        return Trial(plan, pages.read_rows(log), harm.faults, code, cpu, seconds, shares)
+        return Trial(plan, pages.read_rows(log), harm.faults, code, cpu, seconds)
 
 
 def _commands(plan: Plan, networks: Networks | None) -> list[list[str]]:

@@ -32,7 +32,6 @@ from torch import Tensor
 
 import manyhands as mh
 from faults.harm import Plan
-from faults.spent import measure_crew, times_of_start
 
 
 def main() -> None:
@@ -46,7 +45,6 @@ def main() -> None:
     data = shakespeare(args.data)
     torch.manual_seed(plan.seed)
     model = data.model()
-    spent = measure_crew()
     crew = mh.Crew()
     inner = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.95))
     optimizer = mh.DiLoCo(inner, every=plan.every, codec="int8", crew=crew)
@@ -54,18 +52,15 @@ def main() -> None:
     diary.note("in")
     seed = 1_000_000 * plan.seed + 1_000 * optimizer.steps + crew.number
     batches = data.batches(seed, plan.batch)
-    path = args.log.parent / f"worker{crew.number}.jsonl"
-    with mh.Record(path, optimizer, spent, config=times_of_start()) as record:
-        while optimizer.steps < plan.steps:
-            begin = time.monotonic()
-            for group in optimizer.param_groups:
-                group["lr"] = plan.lr * lr_at(optimizer.steps, plan.steps)
-            optimizer.zero_grad()
-            loss_of(model, *batches.take(1)).backward()
-            optimizer.step()
-            record.step()
-            diary.after_step()
-            time.sleep(max(0.0, begin + plan.pace - time.monotonic()))
+    while optimizer.steps < plan.steps:
+        begin = time.monotonic()
+        for group in optimizer.param_groups:
+            group["lr"] = plan.lr * lr_at(optimizer.steps, plan.steps)
+        optimizer.zero_grad()
+        loss_of(model, *batches.take(1)).backward()
+        optimizer.step()
+        diary.after_step()
+        time.sleep(max(0.0, begin + plan.pace - time.monotonic()))
     optimizer.finish()
     diary.note("left", final=sha1(model.parameters()))
     with suppress(FileExistsError):  # only the first worker that is done makes this file
