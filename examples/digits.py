@@ -9,7 +9,7 @@ Learning rate and schedule are the baseline's; the rule adapts both. On a single
 accumulation, every rule is bitwise SGD. `manyhands demo` compares several runs of this script.
 `manyhands report runs/digits.jsonl` draws the record.
 
-Requires scikit-learn. Runs on CPUs (gloo). On GPUs use "nccl", and move model and data.
+Requires scikit-learn. Runs on CPUs. On GPUs, move model and data to the device.
 """
 
 import argparse
@@ -19,7 +19,6 @@ from itertools import count, islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now: imported after init_process_group it keeps the group alive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -70,9 +69,7 @@ args = parser.parse_args()
 # -- workers ---------------------------------------------------------------------------------
 
 torch.set_num_threads(1)  # threads do not help with such small matrices
-if dist.is_torchelastic_launched():  # started by torchrun
-    dist.init_process_group("gloo")
-rank = dist.get_rank() if dist.is_initialized() else 0
+rank = mh.start().rank
 
 # -- data: workers have the same split, and separate batches ---------------------------------
 
@@ -88,14 +85,14 @@ draw = torch.Generator().manual_seed(1000 * args.seed + rank)
 
 torch.manual_seed(args.seed)
 network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-model = DistributedDataParallel(network) if dist.is_initialized() else network
+model = DistributedDataParallel(network)
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
 optimizer = RULES[args.rule](optimizer, num_gradients_to_accumulate=args.accumulate)
 
 
 ramp = None
 if args.max_scale:
-    ramp = mh.Ramp(optimizer, args.max_scale, model=None if model is network else model)
+    ramp = mh.Ramp(optimizer, args.max_scale, model=model)
 
 
 def schedule(step):
@@ -132,7 +129,7 @@ def steps():
 
 name = args.name or f"{args.rule} x{optimizer.scale:g}"
 next_test = samples = 0.0
-waits = ramp is None and model is not network
+waits = ramp is None
 sources = [optimizer] if ramp is None else [optimizer, ramp]
 with mh.Record(args.record, *sources, name=name, mode="overwrite") as record:
     for step, micro_batches in enumerate(steps(), start=1):
@@ -164,5 +161,4 @@ with mh.Record(args.record, *sources, name=name, mode="overwrite") as record:
 
 if rank == 0:
     print(f"{name}: {values['accuracy']:.1%} right after {step:,} steps, {samples:,.0f} samples")
-if dist.is_initialized():
-    dist.destroy_process_group()
+dist.destroy_process_group()

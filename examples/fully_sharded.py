@@ -9,7 +9,7 @@ With --bf16, blocks compute in bfloat16 while the optimizer trains float32 param
 a checkpoint in the format of the plain model and optimizer, so any number of workers can resume. At
 200 steps of 64 images, about 97 % of the test images are right.
 
-Requires scikit-learn. Runs on CPUs (gloo). On GPUs use "nccl", and move model and data.
+Requires scikit-learn. Runs on CPUs. On GPUs, move model and data to the device.
 """
 
 import argparse
@@ -42,10 +42,8 @@ args = parser.parse_args()
 # -- workers -------------------------------------------------------------------------------------
 
 torch.set_num_threads(1)  # threads do not help with such small matrices
-if dist.is_torchelastic_launched():  # started by torchrun
-    dist.init_process_group("gloo")
-rank = dist.get_rank() if dist.is_initialized() else 0
-workers = dist.get_world_size() if dist.is_initialized() else 1
+job = mh.start()
+rank = job.rank
 
 # -- data: workers have the same split, and divide each batch ------------------------------------
 
@@ -101,7 +99,7 @@ if os.path.exists(args.checkpoint):
 
 while step < args.steps:
     draw = torch.Generator().manual_seed(step)  # the same batch on any number of workers
-    batch = torch.randint(len(train), (args.batch_size,), generator=draw)[rank::workers]
+    batch = torch.randint(len(train), (args.batch_size,), generator=draw)[rank :: job.world_size]
     optimizer.zero_grad()
     for chosen in batch.chunk(args.accumulate):  # gradients stay sharded between passes
         loss = cross_entropy(model(train_images[chosen]), train_labels[chosen], reduction="sum")
@@ -134,5 +132,4 @@ if rank == 0:
         f"{right:.1%} right after {step} steps; of {total:,} parameters this worker holds {held:,}"
     )
 
-if dist.is_initialized():
-    dist.destroy_process_group()
+dist.destroy_process_group()
