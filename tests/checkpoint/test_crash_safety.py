@@ -52,18 +52,16 @@ def room_for(nbytes):
 
 @pytest.mark.long
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_run_killed_at_any_moment_leaves_the_last_complete_one(wait, tmp_path, monkeypatch):
+def test_a_run_killed_at_any_moment_leaves_the_last_complete_one(wait, tmp_path):
     choose = random.Random(wait)
     for _ in range(25):  # and 50 times in a bucket: tests/integrations/test_s3.py
         kill_while_saving(tmp_path / "run", choose, wait)  # asserts that what loads is of one step
-    for patience in ("OLD", "MADE"):  # a killed run may leave a folder without any file
-        monkeypatch.setattr(_folder, patience, 0)
     mh.save(tmp_path / "run", value=1)
     assert left(tmp_path / "run") == []  # what was left of the killed is gone
     assert len(complete(tmp_path / "run")) == 2
 
 
-def test_a_run_killed_at_each_file_operation_leaves_a_complete_one(tmp_path, monkeypatch):
+def test_a_run_killed_at_each_file_operation_leaves_a_complete_one(tmp_path):
     """One operation further each time, until a save comes to its end."""
     path = tmp_path / "run"
     mh.save(path, value=torch.zeros(3), step=0, keep=1)
@@ -82,7 +80,6 @@ def test_a_run_killed_at_each_file_operation_leaves_a_complete_one(tmp_path, mon
         mh.save(path, value=torch.full((3,), float(number)), step=number, keep=1)
         os._exit(0)
 
-    monkeypatch.setattr(_folder, "MADE", 0)
     codes = []
     for number in range(1, 200):
         child = get_context("fork").Process(target=save_until, args=(number,))
@@ -458,7 +455,8 @@ def test_without_locks_two_jobs_on_one_path_keep_their_parts(tmp_path, monkeypat
     assert [p.name for p in complete(tmp_path)] == ["000001", "000002", "000003"]
 
 
-def test_leftovers_of_another_job_are_left_until_they_are_old(tmp_path):
+def test_without_locks_leftovers_of_another_job_are_left_until_they_are_old(tmp_path, monkeypatch):
+    monkeypatch.setattr(_folder.Folder, "lock", lambda *_: False)
     mh.save(tmp_path, value=1)
     theirs = tmp_path / "000002"
     theirs.mkdir()
