@@ -1,11 +1,11 @@
-"""Callbacks for rules and `Ramp`, and strategies for sharding and blocks, in Lightning.
+"""A callback for rules, and strategies for sharding and blocks, in Lightning.
 
 _trainer.py     common code: accumulation, checks and clipping
-_callbacks.py   `Scaling`: a rule around the optimizer; `BatchRamp`: `Scaling` with a `Ramp`
+_callbacks.py   `Scaling`: a rule around the optimizer
 _strategies.py  `OSSStrategy`, `ShardedDDPStrategy`, `FullyShardedStrategy`, `BlocksStrategy`
 """
 
-from manyhands.integrations.lightning._callbacks import BatchRamp, Scaling
+from manyhands.integrations.lightning._callbacks import Scaling
 from manyhands.integrations.lightning._strategies import (
     BlocksStrategy,
     FullyShardedStrategy,
@@ -14,7 +14,6 @@ from manyhands.integrations.lightning._strategies import (
 )
 
 __all__ = [
-    "BatchRamp",
     "BlocksStrategy",
     "FullyShardedStrategy",
     "OSSStrategy",
