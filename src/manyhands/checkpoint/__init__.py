@@ -192,7 +192,9 @@ def load(
     the saved step equals the step count of the blocks, `"step"` is `optimizer.steps`.
 
     If a checkpoint is damaged, incomplete or from a different model or optimizer, or if an object
-    refuses its state, every rank raises a ValueError or FileNotFoundError and no state changes.
+    refuses its state, every rank raises a ValueError or FileNotFoundError and no state changes. If
+    an optimizer with a custom `load_state_dict` refuses, the RuntimeError says that the model is
+    partially loaded.
 
     Args:
         path: the folder passed to `save`, for the newest checkpoint, or a single checkpoint.

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._optimizers.several import AND, SEVERAL, optimizers_in
 from manyhands._optimizers.state_parts import (
     BlocksParts,
     OptimizerLayers,
@@ -44,7 +43,6 @@ from manyhands.checkpoint._format import (
     OWN,
     Contents,
     GroupMeta,
-    OptimizerMeta,
     ReplicaMeta,
     StateMeta,
     memory_of,
@@ -149,58 +147,6 @@ def saved_rule(meta: StateMeta, get: GetTensor) -> dict[str, Any]:
     if not isinstance(state.get("previous"), dict):
         raise ValueError("the saved state of a rule must have gradients by name.")
     return state
-
-
-@dataclass(frozen=True)
-class SavedOptimizer:
-    """The part of a checkpoint that an optimizer loads."""
-
-    optimizer: Optimizer
-    replica: Replica  # of this rank
-    number: int  # number of the saved optimizer
-    part: int | None = None  # position in the saved list of optimizers
-    to_begin: BlocksParts | None = None  # blocks around a list that was saved without blocks
-
-
-def match_saved(
-    here: Sequence[Optimizer], replicas: Sequence[Replica], saved: Sequence[OptimizerMeta]
-) -> list[SavedOptimizer] | None:
-    """Return the saved optimizer for each optimizer here, or None if the numbers differ.
-
-    Optimizers that were saved separately load into blocks, `DiLoCo([a, b])`, and vice versa.
-    """
-    pairs = list(zip(here, replicas, strict=True))
-    if len(here) == len(saved):
-        return [SavedOptimizer(*pair, number) for number, pair in enumerate(pairs)]
-    matches: list[SavedOptimizer] = []
-    for optimizer, replica in pairs:
-        layers = OptimizerLayers.of(optimizer)
-        several = optimizers_in(layers.inner)
-        if len(several) == 1 or layers.rule is not None:
-            matches.append(SavedOptimizer(optimizer, replica, len(matches)))
-            continue
-        to_begin = layers.blocks
-        for each in several:
-            matches.append(SavedOptimizer(each, replica, len(matches), to_begin=to_begin))
-            to_begin = None
-    if len(matches) == len(saved):
-        in_blocks = [meta["class"] for meta in saved if meta["blocks"] is not None]
-        if in_blocks:
-            raise ValueError(
-                f"the checkpoint has separate blocks for {AND.join(in_blocks)}, but the optimizers "
-                "here are a single list. Wrap each optimizer separately, as saved."
-            )
-        return matches
-    places: list[tuple[int, int | None]] = []
-    for number, meta in enumerate(saved):
-        size = len(meta["class"].split(AND))
-        if size == 1:
-            places.append((number, None))
-        else:
-            places += [(number, part) for part in range(size)]
-    if len(places) != len(here):
-        return None
-    return [SavedOptimizer(*pair, *place) for pair, place in zip(pairs, places, strict=True)]
 
 
 def decode_dict(what: str, meta: Json, get: GetTensor) -> dict[str, Any]:
@@ -371,21 +317,22 @@ class OptimizerLoader:
 
     def __init__(
         self,
-        saved: SavedOptimizer,
+        number: int,
+        optimizer: Optimizer,
+        own_replica: Replica,
         names: ModelNames | None,
         reader: Reader,
         own: Mapping[str, Tensor],
     ) -> None:
-        layers = OptimizerLayers.of(saved.optimizer)
-        self.inner = layers.inner
+        layers = OptimizerLayers.of(optimizer)
+        self._inner = layers.inner
         self.targets: dict[str, TensorParts] = {}
         self._layers = layers
-        self._to_begin = saved.to_begin
         self._reader = reader
         self._get = reader.read_once
-        root = f"optimizer.{saved.number}"
-        self._meta = reader.commit.optimizers[saved.number]
-        replica = Replica(saved.replica.number % max(1, self._meta["replicas"]))
+        root = f"optimizer.{number}"
+        self._meta = reader.commit.optimizers[number]
+        replica = Replica(own_replica.number % max(1, self._meta["replicas"]))
         prefix = replica.key_prefix(root)
         if replica.number:  # the commit describes the first replica
             of_replica = from_bytes(reader.read_whole(f"{prefix}/meta"))
@@ -393,9 +340,7 @@ class OptimizerLoader:
             self._meta = {**self._meta, **of_replica}
         self._other = decode_dict("rest of an optimizer", self._meta["other"], self._get)
         state = saved_state(reader.tensors, prefix, self._meta["groups"], self._get)
-        if saved.part is not None:
-            self._take_part(saved.part)
-        groups = group_names(self.inner, names)
+        groups = group_names(self._inner, names)
         self._flat_names = list(chain.from_iterable(groups))
         # A tied parameter may be saved under a different name.
         self._aliases: dict[str, str] = {}
@@ -414,18 +359,17 @@ class OptimizerLoader:
             self._scaling = self._parse_rule(layers.rule)
         self._counters: dict[str, Any] | None = None  # counters of blocks, if saved
         self._unsaved: list[Tensor] = []  # parameters without a saved anchor
-        layout = own.get(f"{OWN}layout.{saved.number}")
-        here = to_bytes(saved.replica.layout)
+        layout = own.get(f"{OWN}layout.{number}")
+        here = to_bytes(own_replica.layout)
         self._same_layout = layout is not None and layout.tolist() == here.tolist()
         # A worker that joined a running crew has the crew's anchor and counters, which are newer.
         self._loads_blocks = layers.blocks is not None and layers.blocks.received_steps is None
         if layers.blocks is not None and self._loads_blocks:
             self._prepare_blocks(layers.blocks, root, replica)
-        parts, self._packed = state_parts(self.inner, include_empty=True)
+        parts, self._packed = state_parts(self._inner, include_empty=True)
         self._to_load = [(part, self._allocate_entries(part)) for part in parts]
         named = [(self._flat_names[part.index], part, state) for part, state in self._to_load]
-        #: Whether `load` cannot fail. Otherwise everything is copied first.
-        self.is_sure = check_continues(self.inner, self._options, named)
+        check_continues(self._inner, self._options, named)
 
     def step_of_run(self, saved: int) -> int:
         blocks = self._layers.blocks
@@ -434,14 +378,6 @@ class OptimizerLoader:
             return saved
         # Only if the saved step is the count of the blocks, not for example a number of epochs.
         return blocks.received_steps if counters.get("steps") == saved else saved
-
-    def _take_part(self, part: int) -> None:
-        several = self._other[SEVERAL]
-        first = sum(len(each["groups"]) for each in several[:part])
-        own = several[part]
-        groups = self._meta["groups"][first : first + len(own["groups"])]
-        self._meta = {**self._meta, "class": own["class"], "groups": groups}
-        self._other = {**own["other"], "state": own["state"]}
 
     def _check_class_and_groups(self, groups: Sequence[Sequence[str]]) -> None:
         here = self._layers.class_name
@@ -471,7 +407,7 @@ class OptimizerLoader:
     def _merge_options(self) -> list[dict[str, object]]:
         result = []
         loaded = saved_options(self._meta["groups"], self._get)
-        for group, saved in zip(self.inner.param_groups, loaded, strict=True):
+        for group, saved in zip(self._inner.param_groups, loaded, strict=True):
             here = options_of(group)
             kept = {name: here[name] for name in KEPT_OPTIONS if name in here}
             # Options that the saved run's torch did not have stay unchanged.
@@ -531,7 +467,7 @@ class OptimizerLoader:
         for group, loaded in zip(self._packed["param_groups"], self._options, strict=True):
             groups.append({**group, **loaded})
         packed = {**self._packed, **self._other, "state": state, "param_groups": groups}
-        holder = self.inner
+        holder = self._inner
         sharded = self._layers.sharded
         with explain_refusal(self._layers.class_name):
             if sharded is None:
@@ -557,7 +493,7 @@ class OptimizerLoader:
                 f"the checkpoint's outer step has {memories} memories, but the outer step here has "
                 f"{blocks.memories}. Use the outer step that was saved."
             )
-        names = dict(zip(map(id, _params_of(self.inner)), self._flat_names, strict=True))
+        names = dict(zip(map(id, _params_of(self._inner)), self._flat_names, strict=True))
         for part in blocks.outer_parts():
             name = self._saved_names[names[id(part.param)]]
             # Frozen in the saved run, or saved by a single worker.
@@ -571,8 +507,6 @@ class OptimizerLoader:
     def finish(self) -> None:
         """Load rules and blocks around the optimizer. Parameters must be filled."""
         layers = self._layers
-        if self._to_begin is not None and self._to_begin.received_steps is None:
-            self._to_begin.begin()
         if layers.rule is not None:
             layers.rule.take_scaling_state(self._scaling)
         if layers.blocks is None or not self._loads_blocks:
