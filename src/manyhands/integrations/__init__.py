@@ -5,7 +5,6 @@ lightning/       Lightning: a callback for rules, strategies for sharding and bl
 ray.py           Ray: `CrewStore`, `SaveBeforeResize`
 transformers.py  the Hugging Face Trainer: `attach`, `use_cursor`
 _trainer_cursor.py  the Trainer's data: `use_cursor`
-_full_state.py   optimizer state under FullyShardedDataParallel, gathered and loaded
 
 Importing `manyhands` imports no integration. `_optimizers/foreign.py` imports the integration of a
 library in `PREPARES` when it finds an object of that library.

@@ -29,10 +29,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._optimizers.optimizers import constructor_arguments
+from manyhands._optimizers.state_parts import OptimizerLayers
 from manyhands._optimizers.wrappers import find_layer
 from manyhands.blocks._methods import DiLoCo
 from manyhands.blocks._optimizer import Blocks
-from manyhands.integrations._full_state import full_state, load_full_state
 from manyhands.integrations.lightning._callbacks import Scaling
 from manyhands.integrations.lightning._trainer import (
     check_no_averages,
@@ -40,6 +40,7 @@ from manyhands.integrations.lightning._trainer import (
     replace_clipping,
     restore_clipping,
 )
+from manyhands.scaling._binding import KEY
 from manyhands.sharding._gradients import ShardedGradScaler
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.fsdp._wrapping import Classes, Policy, auto_wrap, enable_wrap
@@ -228,12 +229,20 @@ class FullyShardedStrategy(OwnStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> StateDict:
         """Return the plain optimizer's state on rank 0. Called on every rank."""
-        return full_state(self.model, optimizer)
+        layers = OptimizerLayers.of(optimizer)
+        state: StateDict = self.model.gather_full_optim_state_dict(layers.inner) or {}
+        if layers.rule is not None:
+            state[KEY] = layers.rule.scaling_state_dict()
+        return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # There are no states if `Scaling` loads the checkpoint of a bare optimizer.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            load_full_state(self.model, optimizer, state)
+            plain = {key: value for key, value in state.items() if key != KEY}
+            shard = self.model.get_shard_from_optim_state_dict(plain)
+            if KEY in state:
+                shard = {**shard, KEY: state[KEY]}
+            optimizer.load_state_dict(shard)
 
     def teardown(self) -> None:
         self._teardown_in_place()
