@@ -86,7 +86,6 @@ def wait_for_pending() -> None:
         _pending.wait()
 
 
-@arguments.explained
 def save(
     path: str | os.PathLike[str],
     *,
@@ -156,7 +155,6 @@ def save(
     return _pending
 
 
-@arguments.explained
 def load(
     path: str | os.PathLike[str],
     *,
