@@ -110,7 +110,7 @@ def test_a_file_that_appears_is_a_notice(tmp_path, monkeypatch):
     monkeypatch.setattr("manyhands._ranks.stop_notice.LOOK", 0.0)
 
     def ranks():
-        listener.start(file=str(path))
+        os.environ["MANYHANDS_STOP_FILE"] = str(path)
         if dist.get_rank() == 1:
             path.touch()
         return train(RULES["AdaScale"], 99)

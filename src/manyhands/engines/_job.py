@@ -44,7 +44,6 @@ def start(
     *,
     checkpoints: str | os.PathLike[str] = "run",
     process_group: bool = True,
-    stop_file: str | os.PathLike[str] | None = None,
     signals: Sequence[int] | None = None,
 ) -> Job:
     """Join the other ranks of this run under any engine, and return the job.
@@ -69,13 +68,11 @@ def start(
             in Ray's storage.
         process_group: False does not create a process group. `start` then only sets the variables
             that `init_process_group` reads (RANK, WORLD_SIZE, MASTER_ADDR, ...).
-        stop_file: a file that asks this process to stop once it exists. Default: the file named by
-            MANYHANDS_STOP_FILE.
         signals: the signals that ask this process to stop. Default: SIGTERM, under Slurm also
             SIGUSR1, and under submitit also SIGUSR2.
     """
     folder = to_path(checkpoints)
-    listener.start(signals, None if stop_file is None else os.fspath(stop_file))
+    listener.start(signals)
     if _ray.is_ray_worker():
         place = Place("ray", *_ray.place_of_ray())
         if _ray.notice_of_ray not in stop_notice.sources:

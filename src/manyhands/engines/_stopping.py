@@ -5,7 +5,7 @@
     SIGTERM          torchrun, `manyhands run`, Slurm, Kubernetes, systemd, most other engines
     SIGUSR1          Slurm, if a job requests it: `--signal=USR1@120`
     SIGUSR2          submitit
-    a file           MANYHANDS_STOP_FILE, or `mh.start(stop_file=...)`
+    a file           MANYHANDS_STOP_FILE
     Ray's draining   `_ray.py`
 
 A signal handler only records the signal, for the training loop to read at the end of a step.
@@ -77,12 +77,12 @@ class Listener:
         self._hooked = False
         self._hang_watch: HangWatch | None = None
 
-    def start(self, numbers: Iterable[int] | None = None, file: str | None = None) -> None:
+    def start(self, numbers: Iterable[int] | None = None) -> None:
         # Default: the engine's signals.
-        if self._listens and numbers is None and file is None:  # called in every step
+        if self._listens and numbers is None:  # called in every step
             return
         stop_notice.grace = number_in(os.environ, GRACE_VARIABLE, float, 0.0) or stop_notice.grace
-        file = file or os.environ.get(STOP_FILE_VARIABLE)
+        file = os.environ.get(STOP_FILE_VARIABLE)
         if file and (path := Path(file).absolute()) not in self._files:
             self._files.add(path)
             stop_notice.sources.append(lambda: str(path) if path.exists() else "")

@@ -25,25 +25,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
 from accelerate.utils.constants import MODEL_NAME, SAFE_MODEL_NAME
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._optimizers.foreign import PreparedOptimizer
-from manyhands._optimizers.modules import (
-    TORCH_WRAPPERS,
-    WRAPPER_NAMES,
-    ModuleWrapper,
-    plain_modules,
-    plain_name,
-)
+from manyhands._optimizers.modules import ModuleWrapper
 from manyhands._optimizers.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
+from manyhands.checkpoint.weights import load_weights
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel
@@ -228,37 +221,12 @@ def _as_accelerate_loads(accelerator: Accelerator, models: list[nn.Module], fold
     """Load the models instead of Accelerate, which rejects parameters in flat memory."""
     _check_complete(models, "load")
     for number, model in enumerate(models):
-        _load_weights(model, _read_weights(Path(folder), f"_{number}" if number else ""))
+        ending = f"_{number}" if number else ""
+        file = Path(folder, f"{SAFE_MODEL_NAME}{ending}.safetensors")
+        if not file.exists():
+            file = Path(folder, f"{MODEL_NAME}{ending}.bin")
+        load_weights(model, file)
     models.clear()  # Accelerate loads the remaining models
-
-
-def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load a state dict with a single name per tied tensor."""
-    tensors = {}
-    for prefix, module in plain_modules(model):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            tensors[f"{prefix}{name}"] = id(tensor)
-    in_ddp = any(isinstance(each, TORCH_WRAPPERS) for each in model.modules())
-
-    def tensor_of(name: str) -> int | None:
-        plain = plain_name(name, WRAPPER_NAMES)
-        return tensors.get(plain.removeprefix("module.") if in_ddp else plain)
-
-    result = model.load_state_dict(weights, strict=False)
-    loaded = set(map(tensor_of, weights)) - {None}
-    missing = set(map(tensor_of, result.missing_keys))
-    if not missing <= loaded or result.unexpected_keys:
-        model.load_state_dict(weights)  # raises torch's error with the names
-
-
-def _read_weights(folder: Path, ending: str) -> Mapping[str, Tensor]:
-    safe = folder / f"{SAFE_MODEL_NAME}{ending}.safetensors"
-    weights: Mapping[str, Tensor]
-    if safe.exists():
-        weights = load_file(safe)
-    else:
-        weights = torch.load(folder / f"{MODEL_NAME}{ending}.bin", "cpu", weights_only=True)
-    return weights
 
 
 def _check_complete(models: list[nn.Module], action: str) -> None:
