@@ -2,7 +2,7 @@
 
 accelerate.py    Accelerate: `prepare`, `RuleState`
 lightning/       Lightning: a callback for rules, strategies for sharding and blocks
-ray.py           Ray: `CrewStore`, `SaveBeforeResize`
+ray.py           Ray: `CrewStore`
 transformers.py  the Hugging Face Trainer: `attach`, `use_cursor`
 _trainer_cursor.py  the Trainer's data: `use_cursor`
 
