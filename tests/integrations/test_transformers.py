@@ -158,7 +158,7 @@ class Plain:
 
 
 def trainer_of(
-    data, folder, *, passes=3, rule=mh.AdaScale, by_progress=False, given=None, wrap=None, **options
+    data, folder, *, passes=3, rule=mh.AdaScale, by_progress=False, given=None, **options
 ):
     if dist.get_world_size() > 1:
         as_under_torchrun(OMP_NUM_THREADS="1")
@@ -186,7 +186,7 @@ def trainer_of(
     trainer = Trainer(model, args, train_dataset=data, **given)
     trainer.pop_callback(transformers.PrinterCallback)
     if rule is not False:
-        attach(trainer, rule, by_progress=by_progress, wrap=wrap)
+        attach(trainer, rule, by_progress=by_progress)
     return trainer
 
 
@@ -479,54 +479,11 @@ def test_oss_is_the_plain_optimizer(rule, tmp_path):
         torch.testing.assert_close(params, plain, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", [None, mh.AdaScale])
-@pytest.mark.parametrize("clip", [1.0, 0.01])
-def test_sharded_gradients_are_those_of_the_plain_run(clip, rule, tmp_path):
-    def train(given, wrap):
-        trainer = trainer_of(
-            data, tmp_path, rule=rule, given=given, wrap=wrap, max_grad_norm=clip, save_steps=1
-        )
-        trainer.train()
-        wrapped = type(trainer.model_wrapped)
-        norms = [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
-        return values(trainer), wrapped is mh.ShardedDataParallel, norms
-
-    data = samples(12)
-    ((plain, _, norms), _) = run_ranks(2, train, {}, None)
-    if rule is not None:
-        plain = Plain(clip=clip).train(data, 2, 3, 2).values
-    for params, is_sharded, clipped in run_ranks(2, train, OSS, mh.ShardedDataParallel):
-        torch.testing.assert_close(params, plain, rtol=1e-3, atol=1e-5)
-        assert is_sharded
-        assert clipped == pytest.approx(norms, rel=1e-3)
-
-
-def test_label_smoothing_knows_the_model_in_its_wrapper(tmp_path):
-    def train(given, wrap):
-        options = {"label_smoothing_factor": 0.1, "bf16": True, "rule": None}
-        trainer = trainer_of(samples(6), tmp_path, given=given, wrap=wrap, **options)
-        trainer.train()
-        return values(trainer)
-
-    for params, plain in zip(
-        run_ranks(2, train, OSS, mh.ShardedDataParallel), run_ranks(2, train, {}, None), strict=True
-    ):
-        torch.testing.assert_close(params, plain, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_checkpoint_of_sharded_training_is_a_whole_model(sharded, tmp_path):
+def test_a_checkpoint_of_sharded_training_is_a_whole_model(tmp_path):
     """`from_pretrained` finds all weights, also those that are tied, in memory of OSS."""
 
     def train():
-        trainer = trainer_of(
-            samples(6),
-            tmp_path,
-            given=OSS,
-            wrap=mh.ShardedDataParallel if sharded else None,
-            save_strategy="steps",
-            save_steps=2,
-        )
+        trainer = trainer_of(samples(6), tmp_path, given=OSS, save_strategy="steps", save_steps=2)
         trainer.model.lm_head.weight = trainer.model.model.embed_tokens.weight
         trainer.model.config.tie_word_embeddings = True
         trainer.train()
@@ -856,20 +813,6 @@ def test_what_does_not_go_with_blocks(options, message, tmp_path):
         trainer_of(samples(12), tmp_path, **{"rule": None, **options}, given=IN_BLOCKS).train()
 
     raises_on_ranks(2, ValueError, train, match=message)
-
-
-def test_a_wrapper_that_trainer_cannot_drive_is_an_error(tmp_path):
-    def train():
-        trainer_of(samples(12), tmp_path, wrap=lambda model, _: mh.FSDP(model), given=OSS).train()
-
-    raises_on_ranks(2, TypeError, train, match="must return a ShardedDataParallel, got Fully")
-
-
-def test_a_wrapper_without_its_optimizer_is_an_error(tmp_path):
-    def train():
-        trainer_of(samples(12), tmp_path, wrap=mh.ShardedDataParallel).train()
-
-    raises_on_ranks(1, TypeError, train, match=r"got SGD. Set .*\(mh.OSS, ")
 
 
 def test_an_optimizer_class_that_has_the_rule_in_it(tmp_path):

@@ -18,7 +18,7 @@ The rule receives these values from Trainer:
                                     loaded yet
     get_batch_samples               sets passes and tokens of the step
     log                             adds gain, scale and progress
-    _wrap_model                     omits `DistributedDataParallel` in blocks and with `wrap=`
+    _wrap_model                     omits `DistributedDataParallel` in blocks
     _maybe_log_save_evaluate        synchronizes blocks before evaluation and saving
     _save_optimizer_and_scheduler   gathers the state of an OSS from all ranks, and saves the rule's
                                     state if Trainer does not save it
@@ -30,12 +30,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME
 from transformers.training_args import ParallelMode
@@ -49,7 +48,6 @@ from manyhands.integrations.accelerate import expect_slices, prepare_without_ddp
 from manyhands.scaling._progress import ProgressScheduler, is_by_progress
 from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
 from manyhands.scaling._weighted_mean import WeightedMean
-from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
 
 if TYPE_CHECKING:
@@ -61,15 +59,12 @@ __all__ = ["Attachment", "attach", "use_cursor"]
 
 STATE_FILE = "manyhands.pt"  # in a checkpoint: the rule's state, if Trainer does not save it
 
-Wrap: TypeAlias = Callable[[nn.Module, Optimizer], nn.Module]
-
 
 def attach(
     trainer: Trainer,
     rule: Callable[..., ScalingRuleBase] | None = None,
     *,
     by_progress: bool = False,
-    wrap: Wrap | None = None,
     **options: Unpack[RuleOptions],
 ) -> Attachment:
     """Wrap the optimizer of a Trainer in a scaling rule. Call it before `train()`.
@@ -102,14 +97,12 @@ def attach(
             `optimizers=(rule, None)`, or if there is only `OSS` or blocks.
         by_progress: count `max_steps` in small-batch steps. The schedule follows the progress, and
             training ends when the progress reaches `max_steps`, after fewer optimizer steps.
-        wrap: `mh.ShardedDataParallel`, or a function of the model and the optimizer (an `OSS`) that
-            returns one. Replaces `DistributedDataParallel`.
         options: further arguments of the rule.
     """
     _check_trainer(trainer, by_progress)
     if any(isinstance(each, Attachment) for each in trainer.callback_handler.callbacks):
         raise RuntimeError("this trainer is attached to already. Call attach() once per Trainer.")
-    attachment = Attachment(trainer, rule, by_progress, wrap, options)
+    attachment = Attachment(trainer, rule, by_progress, options)
     trainer.add_callback(attachment)
     return attachment
 
@@ -133,7 +126,6 @@ class Attachment(TrainerCallback):
         trainer: Trainer,
         make_rule: Callable[..., ScalingRuleBase] | None,
         by_progress: bool,
-        wrap: Wrap | None,
         options: RuleOptions,
     ) -> None:
         self._trainer = trainer
@@ -142,7 +134,6 @@ class Attachment(TrainerCallback):
         self._options = options
         self.rule: ScalingRuleBase | None = None
         """The rule, after `train()` has created the optimizer. None without a rule."""
-        self._wrap = wrap
         self._mean: WeightedMean | None = None  # over the step's tokens, if Trainer counts tokens
         self._replaced: dict[str, Callable[..., Any]] = {}
         for name in (
@@ -161,24 +152,11 @@ class Attachment(TrainerCallback):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kw: Any) -> Any:
         trainer = self._trainer
-        in_blocks = training and find_layer(trainer.optimizer, Blocks) is not None
         if training:
             expect_slices(trainer.optimizer)
-        if not training or not (in_blocks or self._wrap):
-            return self._replaced["_wrap_model"](model, training, *args, **kw)
-        if self._wrap is not None:
-            if in_blocks or find_layer(trainer.optimizer, OSS) is None:
-                raise TypeError(
-                    f"wrap= needs an OSS as the optimizer, got {type(trainer.optimizer).__name__}. "
-                    "Set optimizer_cls_and_kwargs=(mh.OSS, {...}), or omit wrap=."
-                )
-            if not isinstance(model, ModuleWrapper):
-                model = self._wrap(model, trainer.optimizer)
-                if not isinstance(model, ShardedDataParallel):
-                    raise TypeError(
-                        f"wrap= must return a ShardedDataParallel, got {type(model).__name__}."
-                    )
-        return prepare_without_ddp(trainer.accelerator, model)
+            if find_layer(trainer.optimizer, Blocks) is not None:
+                return prepare_without_ddp(trainer.accelerator, model)
+        return self._replaced["_wrap_model"](model, training, *args, **kw)
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         trainer = self._trainer
