@@ -111,6 +111,7 @@ def test_a_file_that_appears_is_a_notice(tmp_path, monkeypatch):
 
     def ranks():
         os.environ["MANYHANDS_STOP_FILE"] = str(path)
+        listener.start()
         if dist.get_rank() == 1:
             path.touch()
         return train(RULES["AdaScale"], 99)

@@ -78,20 +78,14 @@ class BaseCursor:
     True
     """
 
-    # Set by the subclasses, for code that expects a DataLoader.
-    batch_size: int
-    """The number of samples per step, over all ranks, or in blocks of a single worker."""
-    dataset: Any
-    """The dataset or the stream."""
-    num_workers: int
-    """The number of this rank's loader processes. 0 loads in the training process."""
-    drop_last: bool
-    """Whether an epoch ends with the last full batch."""
-    collate_fn: Any
-    """The function that combines a list of samples into a batch."""
-
+    # Set by the subclasses.
+    _dataset: Any
     _described: str  # for `repr`
+    _batch: int
     _usual_passes: int
+    _num_workers: int
+    _drop_last: bool
+    _collate_fn: Any
 
     def __init__(
         self, optimizer: Optimizer | None, group: torch.distributed.ProcessGroup | None
@@ -125,6 +119,33 @@ class BaseCursor:
     def position(self) -> int:
         """The number of trained samples in the epoch, over all workers."""
         raise NotImplementedError
+
+    # Read-only attributes for code that expects a DataLoader.
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples per step, over all ranks, or in blocks of a single worker."""
+        return self._batch
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset or the stream."""
+        return self._dataset
+
+    @property
+    def num_workers(self) -> int:
+        """The number of this rank's loader processes. 0 loads in the training process."""
+        return self._num_workers
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an epoch ends with the last full batch."""
+        return self._drop_last
+
+    @property
+    def collate_fn(self) -> Any:
+        """The function that combines a list of samples into a batch."""
+        return self._collate_fn
 
     @property
     def passes(self) -> int:
@@ -261,7 +282,7 @@ class MapCursor(BaseCursor):
     ) -> None:
         super().__init__(optimizer, process_group)
         self._rules = agree_on_rules(dataset, arguments, options, self._ranks)
-        self.batch_size = self._rules["batch"]
+        self._batch = self._rules["batch"]
         self._described = f"samples={self._rules['samples']}"
         self._account = Account()
         self._number = 0
@@ -270,7 +291,7 @@ class MapCursor(BaseCursor):
             self._number = self._blocks.number
         most = arguments["max_local_batch_size"]
         self._one_pass = most is None
-        self._usual_passes = number_of_passes(self.batch_size, self._ranks.size, most)
+        self._usual_passes = number_of_passes(self._batch, self._ranks.size, most)
         shards = dataset if isinstance(dataset, DataShards) else None
         self._plan = LoaderPlan(self._rules, self._account, self._number, self._ranks, most, shards)
         # A separate generator, because torch's loader draws numbers, and a resumed run must draw
@@ -278,10 +299,10 @@ class MapCursor(BaseCursor):
         self._generator = None if "generator" in options else torch.Generator()
         options.setdefault("generator", self._generator)
         self._loader = loader(dataset, batch_sampler=self._plan, **options)
-        self.dataset = dataset
-        self.num_workers = options.get("num_workers", 0)
-        self.drop_last = self._rules["drop_last"]
-        self.collate_fn = getattr(self._loader, "collate_fn", options.get("collate_fn"))
+        self._dataset = dataset
+        self._num_workers = options.get("num_workers", 0)
+        self._drop_last = self._rules["drop_last"]
+        self._collate_fn = getattr(self._loader, "collate_fn", options.get("collate_fn"))
         ledger = Ledger(len(dataset))
         if self._blocks is None:
             self._begin_with(ledger)

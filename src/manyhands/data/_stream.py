@@ -111,9 +111,9 @@ class StreamCursor(BaseCursor):
         batch_size = arguments["batch_size"]
         seed = arguments["seed"]
         buffer_size = whole("buffer_size", options.pop("buffer_size", 0))
-        self.drop_last = arguments["drop_last"]
-        self.num_workers = options.get("num_workers", 0)
-        self._reader_count = max(1, self.num_workers)
+        self._drop_last = arguments["drop_last"]
+        self._num_workers = options.get("num_workers", 0)
+        self._reader_count = max(1, self._num_workers)
         self._order = {
             "version": FORMAT,
             "shards": dataset.num_shards,
@@ -121,19 +121,19 @@ class StreamCursor(BaseCursor):
             "shuffle": bool(arguments["shuffle"]),
             "buffer_size": buffer_size,
         }
-        facts = {"batch_size": batch_size, "keep": arguments["keep"], "drop_last": self.drop_last}
+        facts = {"batch_size": batch_size, "keep": arguments["keep"], "drop_last": self._drop_last}
         facts["num_workers"] = self._reader_count
         agree(self._ranks, {"data": {**self._order, **facts}}, ADVICE)
-        self.batch_size = batch_size
+        self._batch = batch_size
         if arguments["keep"] == "micro":
-            self.batch_size = batch_size * size
+            self._batch = batch_size * size
         self._described = f"shards={dataset.num_shards}"
         self._usual_passes = 1
-        self.dataset = dataset
-        self.collate_fn = options.pop("collate_fn", default_collate)
+        self._dataset = dataset
+        self._collate_fn = options.pop("collate_fn", default_collate)
         rank = self._ranks.rank
-        own_batch = self.batch_size * (rank + 1) // size - self.batch_size * rank // size
-        self._readers = Readers(dataset, own_batch, buffer_size, seed, self.collate_fn)
+        own_batch = self._batch * (rank + 1) // size - self._batch * rank // size
+        self._readers = Readers(dataset, own_batch, buffer_size, seed, self._collate_fn)
         self._loader = loader(self._readers, batch_size=None, collate_fn=tuple, **options)
         self._epoch = 0
         self._position = 0
@@ -190,7 +190,7 @@ class StreamCursor(BaseCursor):
                 text = f"rank {counts.index(-1)} could not read its next batch. See its error."
                 raise problem or RuntimeError(text)
             total = sum(counts)
-            if total < (self.batch_size if self.drop_last else 1):
+            if total < (self._batch if self._drop_last else 1):
                 return
             if samples == 0:
                 batch = self._find_filler()
