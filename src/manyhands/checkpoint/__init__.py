@@ -5,6 +5,7 @@ A save passes through the other files in this order:
     _writing.py  _reading.py  the steps of a save and of a load
     _model.py                 a model's tensors, under the names of the plain model
     _optimizer.py             an optimizer's state by parameter name; the state of blocks
+    _optimizer_loader.py      load this state
     _values.py                the user's values as JSON
     _handover.py              states that foreign code loads and may refuse
     _format.py                the layout of data files and of the commit; the writer

@@ -30,7 +30,8 @@ from manyhands.checkpoint._folder import Folder
 from manyhands.checkpoint._format import RANDOM, ModelMeta, StateMeta
 from manyhands.checkpoint._handover import ForeignState, ForeignStates
 from manyhands.checkpoint._model import find_names, list_names, match_model
-from manyhands.checkpoint._optimizer import OptimizerLoader, Replica, prepare_to_load
+from manyhands.checkpoint._optimizer import Replica, prepare_to_load
+from manyhands.checkpoint._optimizer_loader import OptimizerLoader
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import Savers, StoredSlice, TensorParts, find_reads
 from manyhands.checkpoint._values import (

@@ -404,10 +404,10 @@ class SaveMessages:
 
     def _check_rank_0(self) -> None:
         """Check that rank 0 lives. Rank 0 decides for all ranks when to give up."""
-        if not self._box.has("begun"):
+        if self._box.has("begun"):
+            self._check_alive(0)
+        else:
             self._miss([0])
-            return
-        self._check_alive(0)
 
     def _prepare_next(self, failed: list[str], token: str) -> None:
         self._use(token)
@@ -422,19 +422,15 @@ class SaveMessages:
         """Raise RuntimeError if a rank has ended or sends no heartbeats."""
         count = int(self._box.read(f"alive/{rank}") or 0)
         self._monitor.observe({f"{self.token}/{rank}": count}, time.monotonic())
-        ended = False
-        if self._presence.may_look():
-            ended = bool(self._presence.find_ended([self.savers.ranks[rank]]))
-        if ended:
-            problem = f"rank {rank} has ended while it saved."
-        elif self._monitor.silent:
-            problem = (
-                f"rank {rank} has sent no heartbeat for {SILENCE:g} s while it saved. Check "
-                "whether its process has ended."
+        problem = ""
+        if self._monitor.silent:
+            problem = f"has sent no heartbeat for {SILENCE:g} s while it saved. Check its process."
+        if self._presence.may_look() and self._presence.find_ended([self.savers.ranks[rank]]):
+            problem = "has ended while it saved."
+        if problem:
+            raise RuntimeError(
+                f"rank {rank} {problem} This checkpoint is discarded; earlier ones are unchanged."
             )
-        else:
-            return
-        raise RuntimeError(f"{problem} This checkpoint is discarded; earlier ones are unchanged.")
 
     def _miss(self, absent: Sequence[int]) -> None:
         """Raise if absent ranks have ended or waiting took too long. Otherwise warn once."""
