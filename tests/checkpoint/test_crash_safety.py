@@ -249,9 +249,7 @@ def test_a_rank_that_dies_while_it_writes_is_named_and_nothing_left(
     for rank in set(range(3)) - {victim}:
         assert pipes[rank][0].poll(30.0)
         said, seconds = pipes[rank][0].recv()
-        silent = (
-            "has sent no heartbeat for 2 s while it saved. Check its process."
-        )
+        silent = "has sent no heartbeat for 2 s while it saved. Check its process."
         problem = "has ended while it saved." if number == signal.SIGKILL else silent
         assert f"rank {victim} {problem} This checkpoint is discarded" in said
         assert seconds < 15

@@ -133,14 +133,6 @@ def test_sigusr1_is_a_notice_under_slurm_and_nowhere_else(variable, monkeypatch)
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_signals_that_the_script_has_chosen_are_all_that_count():
-    mh.start(process_group=False, signals=[signal.SIGUSR1])
-    mh.stopping()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert mh.stopping()
-
-
 def test_one_rank_alone_knows_at_once():
     assert not mh.stopping()
     os.kill(os.getpid(), signal.SIGTERM)

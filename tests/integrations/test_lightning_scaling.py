@@ -390,23 +390,6 @@ def test_an_optimizer_that_is_made_once_gets_a_rule_in_every_fit(tmp_path):
     assert run_ranks(1, train) == [(8.0, 8.0, True)]
 
 
-def test_manual_optimization_with_one_optimizer_works():
-    def training_step(self, batch, _):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = loss_of(self.net, batch)
-        self.losses.append(loss.item())
-        self.manual_backward(loss)
-        optimizer.step()
-
-    def train():
-        module = module_of(sgd, training_step=training_step)
-        module.automatic_optimization = False
-        return fit(module, trainer_of(max_epochs=1, callbacks=[scaling()]))
-
-    assert_alike(run_ranks(2, train), Alone(sgd, None, mh.AdaScale).epoch(8, 2, 1))
-
-
 # -- what cannot be right ----------------------------------------------------------------------
 
 
@@ -456,10 +439,9 @@ def test_averaged_weights_of_lightnings_kind_are_an_error():
     failing("Use Lightning's WeightAveraging", trainer={"callbacks": callbacks})
 
 
-def test_progress_in_manual_optimization_is_an_error():
+def test_manual_optimization_is_an_error():
     failing(
-        "use mh.ProgressScheduler in training_step",
-        trainer={"callbacks": lambda: [scaling(by_progress=True)]},
+        "Scaling needs automatic optimization",
         attributes={"automatic_optimization": False},
     )
 

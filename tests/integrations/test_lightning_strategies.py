@@ -110,10 +110,9 @@ def test_manual_optimization_is_the_plain_loop(name):
     def train():
         module = module_of(adamw, training_step=manual_step)
         module.automatic_optimization = False
-        trainer = trainer_of(SHARDINGS[name](), max_epochs=2, callbacks=[scaling()])
-        return fit(module, trainer)
+        return fit(module, trainer_of(SHARDINGS[name](), max_epochs=2))
 
-    alone = Alone(adamw, None, mh.AdaScale)
+    alone = Alone(adamw)
     alone.epoch(8, 2, 1, clip=0.5).epoch(8, 2, 1, clip=0.5)
     assert_alike(run_ranks(2, train), alone, rtol=1e-4, atol=1e-5)
 

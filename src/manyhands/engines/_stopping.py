@@ -41,7 +41,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -72,14 +72,12 @@ class Listener:
     def __init__(self) -> None:
         self.earlier: dict[int, Handler] = {}
         self._files: set[Path] = set()
-        self._chosen = False  # whether the script chose the signals
         self._listens = False
         self._hooked = False
         self._hang_watch: HangWatch | None = None
 
-    def start(self, numbers: Iterable[int] | None = None) -> None:
-        # Default: the engine's signals.
-        if self._listens and numbers is None:  # called in every step
+    def start(self) -> None:
+        if self._listens:  # called in every step
             return
         stop_notice.grace = number_in(os.environ, GRACE_VARIABLE, float, 0.0) or stop_notice.grace
         file = os.environ.get(STOP_FILE_VARIABLE)
@@ -89,12 +87,8 @@ class Listener:
         # Python allows handlers only in the main thread. Ray trains in a different thread.
         if threading.current_thread() is not threading.main_thread():
             return
-        if numbers is None:
-            numbers = [] if self._chosen else _signals_of_engine()
-        else:
-            self._chosen = True
         self._listens = True
-        for number in numbers:
+        for number in _signals_of_engine():
             if number not in self.earlier:
                 # First, because a signal may arrive between the two lines.
                 self.earlier[number] = signal.getsignal(number)
@@ -115,7 +109,6 @@ class Listener:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self.earlier.clear()
         self._files.clear()
-        self._chosen = False
         self._listens = False
         if self._hang_watch is not None:
             self._hang_watch.end()

@@ -113,21 +113,19 @@ class Scaling(Callback):
         """Return a rule around this optimizer, for this Trainer. `BlocksStrategy` also calls it."""
         module = trainer.lightning_module
         check_strategy(trainer, type(self).__name__)
-        # In manual optimization, the user passes the number of passes to the rule.
-        automatic = module.automatic_optimization
-        if self._by_progress and not automatic:
+        if not module.automatic_optimization:
             raise ValueError(
-                "by_progress=True needs automatic optimization. In manual optimization, use "
-                "mh.ProgressScheduler in training_step."
+                "Scaling needs automatic optimization. In manual optimization, wrap the optimizer "
+                "in a rule in configure_optimizers."
             )
-        if automatic and "num_gradients_to_accumulate" in self._options:
+        if "num_gradients_to_accumulate" in self._options:
             raise ValueError(
                 "num_gradients_to_accumulate is Trainer's accumulate_grad_batches. Omit it here."
             )
         if self._rule is not None:  # from an earlier fit
             self._rule.unhook()
         found = {
-            "num_gradients_to_accumulate": LightningAccumulation(trainer) if automatic else 1,
+            "num_gradients_to_accumulate": LightningAccumulation(trainer),
             "grad_scaler": getattr(trainer.precision_plugin, "scaler", None),
             "model": module,
         }
