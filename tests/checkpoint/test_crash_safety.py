@@ -25,7 +25,6 @@ import manyhands as mh
 from helpers.checkpoint_oracle import Setup, assert_equal
 from helpers.damage import damage_many, flip, kill_while_saving, release_locks
 from helpers.forge import complete, data_file, only
-from helpers.pages import ROOT
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.checkpoint import _folder, _format, _writing
 
@@ -353,31 +352,6 @@ def test_an_asynchronous_error_surfaces_once(waits, tmp_path, monkeypatch):
         saving.wait() if waits else mh.save(tmp_path, model=model)
     mh.save(tmp_path, model=model)
     assert len(complete(tmp_path)) == 1
-
-
-@pytest.mark.long
-def test_two_jobs_on_one_path_are_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
-    script = """
-import sys, time, manyhands as mh
-mh.save(sys.argv[1], value=1)
-print("saved", flush=True)
-time.sleep(60)
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert job.stdout.readline() == "saved\n"
-        assert mh.load(tmp_path) == {"value": 1}  # anybody may read
-        with pytest.raises(RuntimeError, match=f"another job saves to .* process {job.pid} on"):
-            mh.save(tmp_path, value=2)
-    finally:
-        job.kill()
-        job.wait()
-        job.stdout.close()
-    mh.save(tmp_path, value=2)  # the lock of a dead process is nobody's
-    assert mh.load(tmp_path) == {"value": 2}
 
 
 def two_jobs(path, second):

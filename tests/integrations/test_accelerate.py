@@ -662,33 +662,6 @@ def test_a_sharded_model_is_an_error_that_says_what_to_use(tmp_path):
     raises_on_ranks(2, RuntimeError, save, match=r"Write mh.save\(path, model=model")
 
 
-@pytest.mark.parametrize("order", [BEFORE, AFTER])
-def test_sharded_gradients_are_clipped(order):
-    def train():
-        accelerator = accelerator_of()
-        model = make_model()
-        optimizer = mh.OSS(model.parameters(), optim=SGD, bucket_size=8, **MOMENTUM)
-        model = mh.ShardedDataParallel(model, optimizer)
-        if order == AFTER:
-            model, used = prepare(accelerator, model, optimizer)
-            used = rule = mh.AdaScale(used)
-        else:
-            rule = mh.AdaScale(optimizer, num_gradients_to_accumulate=accelerator)
-            model, used = prepare(accelerator, model, rule)
-        for _ in range(EPOCHS):
-            for x, y in accelerator.prepare(loader()):
-                with accelerator.accumulate(model):
-                    accelerator.backward(loss_of(model, x, y))
-                    if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                    used.step()
-                    used.zero_grad()
-        return whole(model), numbers(rule)
-
-    for result in run_ranks(2, train):
-        assert_plain(result, plain(clip=0.5))
-
-
 def test_blocks_in_place_of_local_sgd_are_blocks_in_a_plain_loop(tmp_path):
     def plain_loop():
         model = make_model()
