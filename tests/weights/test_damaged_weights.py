@@ -17,6 +17,16 @@ from helpers.mutations import HOLE, VALUES, Raw, changed, dump
 TIMES = 60  # changes of each kind of file
 
 
+class Counter(nn.Linear):
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"] + 1
+
+
 def model(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -121,3 +131,15 @@ def test_changed_weights_are_refused_by_name_or_loaded(change, tmp_path):
             problems.append(f"{number} {words}: {error!r:.300}")
     assert not problems, f"{len(problems)}:\n" + "\n".join(problems)
     assert refused > number / 4
+
+
+def test_a_module_that_refuses_its_extra_state_leaves_the_model_as_it_was(tmp_path):
+    state = Counter(2, 2).state_dict()
+    path = tmp_path / "state.pt"
+    for wrong in ({}, {"seen": "x"}, 5, None):
+        torch.save({**state, "_extra_state": wrong}, path)
+        here = Counter(2, 2)
+        before = here.weight.detach().clone()
+        with pytest.raises(ValueError, match=r"_extra_state' of .*state\.pt has refused its state"):
+            mh.load_weights(here, path)
+        assert torch.equal(here.weight, before) and here.seen == 1

@@ -54,7 +54,7 @@ def load_weights(
 
     The source uses the plain model's names. If names or shapes do not match, every rank raises the
     RuntimeError of torch's `load_state_dict`, and the model does not change. For a tied tensor any
-    of the names is accepted. Extra states of modules are not loaded, and count as missing.
+    of the names is accepted.
 
     Args:
         model: the model to load into, wrapped or not.

@@ -44,7 +44,7 @@ class Weights(ExitStack):
     def __init__(self, source: Source) -> None:
         super().__init__()
         self.tensors: dict[str, Weight] = {}
-        self.others: dict[str, object] = {}  # values other than tensors
+        self.others: dict[str, object] = {}  # values other than tensors, such as extra state
         self.where = "the source"
         try:
             if isinstance(source, Mapping):

@@ -17,6 +17,7 @@ from manyhands._ranks.agreement import agree, run_on_all
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.received import received_tensors
 from manyhands._tensors.flat import is_dtensor
+from manyhands.checkpoint._handover import ForeignState, ForeignStates
 from manyhands.checkpoint._model import ModelNames, can_convert, find_names, list_names
 from manyhands.checkpoint._tensor_parts import to_parts
 from manyhands.checkpoint.weights._files import Source, Weight, Weights
@@ -43,7 +44,12 @@ def fill_model(
                 for offsets, elements in to_parts(tensor).slices:
                     weight.read(offsets, elements)
 
-        run_on_all(ranks, fill)
+        try:
+            run_on_all(ranks, match.extras.apply)  # first: a module may refuse the state
+            run_on_all(ranks, fill)
+        except BaseException:
+            match.extras.undo()
+            raise
     return match.missing, match.unexpected
 
 
@@ -52,6 +58,7 @@ class Match:
     """The weight of each tensor in a model, and unmatched names."""
 
     reads: list[tuple[Tensor, Weight]] = field(default_factory=list)
+    extras: ForeignStates = field(default_factory=ForeignStates)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
@@ -88,7 +95,14 @@ def match_weights(
             wrong.append(f"{name} is {weight.dtype} in the source and {tensor.dtype} here.")
         elif id(tensor) not in received:
             match.reads.append((tensor, weight))
-    match.missing += names.extras  # the states of modules may be any object
+    for name, module in names.extras.items():
+        if rename(name) not in stored:
+            match.missing.append(name)
+            continue
+        where = f"{name!r} of {weights.where}"
+        get = module.get_extra_state
+        put = module.set_extra_state
+        match.extras.states.append(ForeignState(where, get, put, stored[rename(name)]))
     # The error of torch's `load_state_dict`.
     if strict:
         for words, keys in (("Unexpected", match.unexpected), ("Missing", match.missing)):
