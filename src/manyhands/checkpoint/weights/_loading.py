@@ -102,7 +102,12 @@ def match_weights(
         where = f"{name!r} of {weights.where}"
         get = module.get_extra_state
         put = module.set_extra_state
-        match.extras.states.append(ForeignState(where, get, put, stored[rename(name)]))
+        state = stored[rename(name)]
+        if isinstance(state, Weight):
+            tensor = torch.empty(state.shape, dtype=state.dtype, device="cpu")
+            state.read((0,) * tensor.dim(), tensor)
+            state = tensor
+        match.extras.states.append(ForeignState(where, get, put, state))
     # The error of torch's `load_state_dict`.
     if strict:
         for words, keys in (("Unexpected", match.unexpected), ("Missing", match.missing)):
