@@ -2,21 +2,19 @@
 
 _trainer.py     common code: accumulation, checks and clipping
 _callbacks.py   `Scaling`: a rule around the optimizer
-_strategies.py  `OSSStrategy`, `ShardedDDPStrategy`, `FullyShardedStrategy`, `BlocksStrategy`
+_strategies.py  `ShardedDDPStrategy`, `FullyShardedStrategy`, `BlocksStrategy`
 """
 
 from manyhands.integrations.lightning._callbacks import Scaling
 from manyhands.integrations.lightning._strategies import (
     BlocksStrategy,
     FullyShardedStrategy,
-    OSSStrategy,
     ShardedDDPStrategy,
 )
 
 __all__ = [
     "BlocksStrategy",
     "FullyShardedStrategy",
-    "OSSStrategy",
     "Scaling",
     "ShardedDDPStrategy",
 ]

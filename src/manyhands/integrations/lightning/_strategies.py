@@ -4,7 +4,6 @@ The strategies derive from Lightning's `DDPStrategy`, including its options (`ti
 `start_method`, ...), and replace DistributedDataParallel:
 
     strategy               model                  optimizer           state in a checkpoint
-    OSSStrategy            DDP                    OSS                 plain, gathered
     ShardedDDPStrategy     ShardedDataParallel    OSS                 plain, gathered
     FullyShardedStrategy   FSDP                   -                   plain, gathered
     BlocksStrategy         -                      DiLoCo, BMUF, ...   rank 0's, synchronized
@@ -77,42 +76,7 @@ class OwnStrategy(DDPStrategy):
         self.checkpoint_io.teardown()
 
 
-class OSSStrategy(OwnStrategy):
-    """`OSS` with DistributedDataParallel: each device stores 1/N of the optimizer's state.
-
-    >>> import lightning
-    >>> from manyhands.integrations.lightning import OSSStrategy
-    >>> trainer = lightning.Trainer(
-    ...     accelerator="cpu", strategy=OSSStrategy(), logger=False, enable_checkpointing=False
-    ... )
-
-    `configure_optimizers` returns an `OSS`, or a plain optimizer, which the strategy replaces by an
-    `OSS`. Schedulers of the plain optimizer then schedule the `OSS`.
-
-    Args:
-        options: options of `OSS` (such as `layout` and `bucket_size`), of Lightning's `DDPStrategy`
-            and of DistributedDataParallel.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        self._of_oss = _take(options, OSS)
-        super().__init__(**options)
-
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        optimizer = only_optimizer(self.optimizers, type(self).__name__)
-        self.optimizers = [as_oss(optimizer, self._of_oss)]
-
-    def teardown(self) -> None:
-        """Remove the wrapper and tear down. The state remains sharded."""
-        if self.model is not None:
-            self.model = self.lightning_module
-            if self._layer_sync:
-                self.model = self._layer_sync.revert(self.model)
-        self._teardown_in_place()
-
-
-class ShardedDDPStrategy(OSSStrategy):
+class ShardedDDPStrategy(OwnStrategy):
     """`OSS` and `ShardedDataParallel`: gradients and the optimizer's state are sharded.
 
     >>> import lightning
@@ -122,8 +86,9 @@ class ShardedDDPStrategy(OSSStrategy):
     ...     enable_checkpointing=False
     ... )
 
-    `configure_optimizers` returns the plain optimizer, as for `OSSStrategy`. `gradient_clip_val`
-    applies to the norm of the full gradient. With "16-mixed", the scaler is a `ShardedGradScaler`.
+    `configure_optimizers` returns an `OSS`, or a plain optimizer, which the strategy replaces by an
+    `OSS`. Schedulers of the plain optimizer then schedule the `OSS`. `gradient_clip_val` applies to
+    the norm of the full gradient. With "16-mixed", the scaler is a `ShardedGradScaler`.
 
     Args:
         options: options of `OSS`, `ShardedDataParallel` and Lightning's `DDPStrategy`.
@@ -131,6 +96,7 @@ class ShardedDDPStrategy(OSSStrategy):
 
     def __init__(self, **options: Any) -> None:
         self._of_wrapper = _take(options, ShardedDataParallel)
+        self._of_oss = _take(options, OSS)
         _check_options_known(options, type(self).__name__, "OSS, ShardedDataParallel")
         super().__init__(**options)
 
@@ -139,8 +105,18 @@ class ShardedDDPStrategy(OSSStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
+        optimizer = only_optimizer(self.optimizers, type(self).__name__)
+        self.optimizers = [as_oss(optimizer, self._of_oss)]
         use_sharded_scaler(self.precision_plugin)
         self.model = ShardedDataParallel(self.model, self.optimizers, **self._of_wrapper)
+
+    def teardown(self) -> None:
+        """Remove the wrapper and tear down. The state remains sharded."""
+        if self.model is not None:
+            self.model = self.lightning_module
+            if self._layer_sync:
+                self.model = self._layer_sync.revert(self.model)
+        self._teardown_in_place()
 
 
 class FullyShardedStrategy(OwnStrategy):
