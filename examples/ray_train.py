@@ -6,8 +6,7 @@
 The training function contains no Ray-specific code: `mh.start` detects Ray, `job.save` writes to
 Ray's storage and reports the checkpoint without a copy, and `mh.stopping` detects that Ray drains a
 node. When the number of workers changes, Ray calls the function again, and training resumes from
-the last checkpoint with the same batch per step. `SaveBeforeResize` lets the workers save before
-the number grows.
+the last checkpoint with the same batch per step.
 
 Requires ray[train].
 """
@@ -57,8 +56,6 @@ if __name__ == "__main__":
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    from manyhands.integrations.ray import SaveBeforeResize
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs=2, default=[1, 4], help="minimum and maximum")
     parser.add_argument(
@@ -84,7 +81,6 @@ if __name__ == "__main__":
             storage_path=str(Path(args.storage).expanduser().absolute()),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
             failure_config=FailureConfig(max_failures=3),
-            callbacks=[SaveBeforeResize()],
         ),
     )
     result = trainer.fit()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands import adaptdl
-from manyhands._arguments import explained, shown
+from manyhands._arguments import shown
 
 DATA = TensorDataset(torch.ones(8, 2))
 
@@ -74,12 +74,9 @@ MESSAGES = [
     (lambda: mh.ShardedDataParallel(model(), model()), NO_OPTIMIZER),
     (lambda: mh.start(process_group=False).save(optimizer=3), f"{NO_OPTIMIZER} 3."),
     (lambda: mh.start(process_group=False).load(optimizer=model()), NO_OPTIMIZER),
-    (lambda: mh.ProgressScheduler(scheduler()), "optimizer: the scaling rule that provides the p"),
     (lambda: mh.ProgressScheduler(scheduler(), sgd()), "got SGD. Write ProgressScheduler(schedule"),
     (lambda: mh.ProgressScheduler(None, rule()), "scheduler must be a torch scheduler, got None"),
     (lambda: mh.shard(sgd(), model()), "takes the model, and then the optimizer; got SGD"),
-    (lambda: mh.Ramp(rule()), "Ramp needs max_scale: the largest batch (all workers, all passes)"),
-    (lambda: mh.LEGWScale(sgd()), "LEGWScale needs data_size: samples per epoch."),
     (lambda: mh.NoiseScale(model()), "Pass the optimizer or model.parameters()."),
     (lambda: mh.NoiseScale([sgd()]), "each parameter must be a tensor, got SGD."),
     (lambda: mh.NoiseScale(None), "each parameter must be a tensor, got None."),
@@ -119,10 +116,6 @@ MESSAGES = [
     (lambda: mh.read_record(None), f"path {NO_PATH} None."),
     (lambda: mh.save_weights("out", model()), "Write save_weights(model, folder)."),
     (lambda: mh.load_weights(model(), None), "got None. Or give a dict of tensors."),
-    # Numbers and functions.
-    (lambda: mh.Cursor(DATA, 4, sgd()), "after it. Name the others: keep=, max_local_batch_size="),
-    (lambda: mh.DataShards(["a"]), "DataShards needs sizes: the number of samples in each shard."),
-    (lambda: mh.largest_micro_batch(model()), "most: the largest size to try."),
 ]
 VALUES = [
     (
@@ -163,23 +156,6 @@ def test_a_loader_on_one_rank_is_an_error_on_all():
         mh.Cursor(loader() if dist.get_rank() else DATA, batch_size=4)
 
     raises_on_ranks(2, (TypeError, ValueError), make, match="DataLoader", timeout=20)
-
-
-def test_an_argument_of_a_subclass_is_explained_as_that_of_its_base():
-    class Mine(mh.ProgressScheduler):
-        """A schedule of mine."""
-
-    with pytest.raises(TypeError, match=r"^Mine needs optimizer: the scaling rule that provides"):
-        Mine(scheduler())
-
-
-def test_an_argument_without_documentation_refers_to_help():
-    @explained
-    def train(batch):
-        return batch
-
-    with pytest.raises(TypeError, match=r"^train needs batch: see help\(train\)\.$"):
-        train()
 
 
 # -- sharding --------------------------------------------------------------------------------------

@@ -217,54 +217,19 @@ def format_seconds(seconds: float) -> str:
 
 
 def explained(call: Callable[P, R]) -> Callable[P, R]:
-    """Name misspelled or missing arguments, where Python's error would name a base class."""
-    named = []  # all arguments except self
-    first = []  # by position
-    required = set()
-    any_name = False
-    for each in inspect.signature(call).parameters.values():
-        if each.kind == each.VAR_KEYWORD:
-            any_name = True
-        elif each.name != "self":
-            named.append(each.name)
-        if each.kind == each.POSITIONAL_OR_KEYWORD:
-            first.append(each.name)
-        if each.default is each.empty:
-            required.add(each.name)
+    """Name misspelled arguments, where Python's error would name a base class."""
+    named = list(inspect.signature(call).parameters)
 
     @wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        thing: Callable[..., object] = call
-        if first[0] == "self" and args:
-            thing = type(args[0])
-        who = thing.__name__
         for name in kwargs.keys() - set(named):
-            if any_name:
-                break
-            meant = f"See help({who})."
+            owner: Callable[..., object] = call
+            if named[0] == "self" and args:
+                owner = type(args[0])
+            meant = f"See help({owner.__name__})."
             for near in get_close_matches(name, named, 1, 0.4):
                 meant = f"Is {near} meant?"
-            raise TypeError(f"{who} has no argument {name}. {meant}")
-        if len(args) > len(first):
-            others = ", ".join(f"{name}=" for name in named if name not in first)
-            raise TypeError(
-                f"{who} takes only {', '.join(first).removeprefix('self, ')} by position, got "
-                f"{type(args[len(first)]).__name__} after it. Name the others: {others}."
-            )
-        missing = [name for name in first[len(args) :] if name in required - kwargs.keys()]
-        if missing:
-            meanings = " ".join(f"{name}: {_documented(thing, name)}." for name in missing)
-            raise TypeError(f"{who} needs {meanings}")
+            raise TypeError(f"{owner.__name__} has no argument {name}. {meant}")
         return call(*args, **kwargs)
 
     return checked
-
-
-def _documented(thing: Callable[..., object], argument: str) -> str:
-    """Return the first sentence about an argument in the docstring of a class or function."""
-    for each in inspect.getmro(thing) if isinstance(thing, type) else [thing]:
-        text = inspect.getdoc(each) or ""  # python -OO
-        found = re.search(rf"^    {argument}: (.+(?:\n      .+)*)", text, re.MULTILINE)
-        if found:
-            return " ".join(found[1].split()).rstrip(".").split(". ")[0]
-    return f"see help({thing.__name__})"

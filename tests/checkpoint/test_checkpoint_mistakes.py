@@ -219,11 +219,3 @@ def test_an_optimizer_of_a_wrong_type_on_one_rank_is_an_error_on_all(tmp_path):
 
     raises_on_ranks(2, TypeError, save, match="got StepLR", timeout=20)
     assert complete(tmp_path) == []
-
-
-@pytest.mark.parametrize("call", [mh.save, mh.load])
-def test_a_model_given_by_position_is_told_its_name(call, tmp_path):
-    message = f"{call.__name__} takes only path by position, got Linear after it.*: model=, opt"
-    with pytest.raises(TypeError, match=message):
-        call(tmp_path / "run", torch.nn.Linear(2, 2))
-    assert not list(tmp_path.iterdir())

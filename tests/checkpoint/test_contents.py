@@ -541,14 +541,6 @@ def test_state_of_the_parameters_size_in_another_shape_continues(tmp_path):
     assert torch.equal(other.weight, layer.weight)
 
 
-def test_a_model_may_be_loaded_in_another_precision(tmp_path):
-    model = nn.Linear(2, 2)
-    mh.save(tmp_path, model=model)
-    half = nn.Linear(2, 2, dtype=torch.bfloat16)
-    mh.load(tmp_path, model=half)
-    assert torch.equal(half.weight, model.weight.bfloat16())
-
-
 @pytest.mark.parametrize("way", ["plain", "OSS", "FSDP"])
 @pytest.mark.parametrize("kind", [ADAMW, SGD])
 def test_state_follows_its_parameters_into_another_precision(kind, way, tmp_path):
@@ -668,11 +660,6 @@ def test_tensors_whose_names_are_alike_are_kept_apart(name, tmp_path):
     torch.testing.assert_close(mh.load(tmp_path), values, rtol=0, atol=0)
 
 
-def test_tensors_as_keys_of_a_dict_are_kept_apart(tmp_path):
-    mh.save(tmp_path, value={torch.tensor(1.0): 1, torch.tensor(2.0): 2})
-    assert sorted((float(k), v) for k, v in mh.load(tmp_path)["value"].items()) == [(1, 1), (2, 2)]
-
-
 def test_tensors_as_options_of_several_groups_are_kept_apart(tmp_path):
     def build(*rates):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -696,15 +683,6 @@ def test_a_module_and_a_tensor_of_the_same_name_are_kept_apart(tmp_path):
     assert torch.equal(again["a"]["weight"], layer.weight) and again["a/weight"].tolist() == [0, 0]
 
 
-def test_a_slice_never_has_the_name_of_a_whole_tensor():
-    def name(key, at, sizes):
-        return _format.slice_name(key, at, sizes, (4, 2))
-
-    whole = [name(key, (0, 0), (4, 2)) for key in ("w", "w@0,0", "w@@0,0", "w@", "w@@")]
-    parts = [name(key, (0, 0), (2, 2)) for key in ("w", "w@0,0", "w@", "w@@")]
-    assert len({*whole, *parts}) == len(whole) + len(parts) and whole[0] == "w"
-
-
 def test_two_tensors_of_one_name_are_an_error(tmp_path):
     model = nn.Module()
     model.register_parameter("_extra_state", nn.Parameter(torch.ones(2)))
@@ -718,12 +696,3 @@ def test_two_tensors_of_one_name_are_an_error(tmp_path):
     model.__class__ = type("Both", (WithState,), {})
     with pytest.raises(ValueError, match="'model/_extra_state'"):
         mh.save(tmp_path, model=model)
-
-
-def test_a_file_cannot_have_two_tensors_of_one_name(tmp_path):
-    for names in (("a", "a"), ("__metadata__",)):
-        entries = [_format.TensorEntry(name, torch.float32, (1,)) for name in names]
-        new = _folder.Folder(tmp_path).create("", "file")
-        with pytest.raises(ValueError, match="Rename it"), new as file:
-            _format.write(file, entries, lambda _: torch.ones(1))
-    assert not (tmp_path / "file").exists()

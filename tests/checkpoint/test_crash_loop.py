@@ -1,9 +1,7 @@
-"""Jobs that are killed again and again: what they leave is removed, and no live job's."""
+"""Jobs that are killed again and again leave a single unfinished checkpoint."""
 
 import contextlib
-import json
 import os
-import shutil
 import signal
 import time
 import uuid
@@ -36,14 +34,13 @@ def begin_job(**variables):
     release_locks()
 
 
-def save_half(path, ranks, rank, store, pipe, variables, then):
+def save_half(path, ranks, rank, store, pipe, variables):
     """Be a rank of another job, which stops in the middle of its file."""
     begin_job(**variables)
     write = _folder.NewFile.write
 
     def half(file, data):
         write(file, data[: len(data) // 2])
-        then()
         pipe.send(rank)
         time.sleep(60)
 
@@ -55,14 +52,14 @@ def save_half(path, ranks, rank, store, pipe, variables, then):
 
 
 @contextlib.contextmanager
-def job(path, ranks=1, then=lambda: None, **variables):
+def job(path, ranks, **variables):
     """A job whose ranks are in the middle of a save. They are killed at the end."""
     ours, theirs = fork.Pipe()
     store = path.parent / uuid.uuid4().hex
     release_locks()
     started = []
     for rank in range(ranks):
-        given = (path, ranks, rank, store, theirs, variables, then)
+        given = (path, ranks, rank, store, theirs, variables)
         started.append(fork.Process(target=save_half, args=given))
         started[-1].start()
     try:
@@ -106,69 +103,3 @@ def test_a_crash_loop_leaves_one_unfinished_checkpoint(name, ranks, tmp_path, an
     another_job()
     mh.save(path, value=2)
     assert unfinished(path) == [] and mh.load(path) == {"value": 2}
-
-
-def test_an_unfinished_checkpoint_of_a_living_job_stays(tmp_path, another_job):
-    """It has lost the lock, as when a script copies the folder: that closes a descriptor."""
-    path = tmp_path / "run"
-    with job(path, then=lambda: shutil.copytree(path, tmp_path / "copy")):
-        (theirs,) = unfinished(path)
-        for value in range(2):
-            mh.save(path, value=value)
-        assert unfinished(path) == [theirs]
-    mh.save(path, value=2)  # it has ended now
-    assert unfinished(path) == []
-
-
-@pytest.mark.parametrize("change", ["boot", "host"])
-def test_an_unfinished_checkpoint_of_another_host_stays(change, tmp_path, another_job, monkeypatch):
-    """Locks of a network's file system may be those of each host alone."""
-    path = tmp_path / "run"
-    seen = _folder._kernel_and_device
-
-    def elsewhere(file):
-        boot, device, _ = seen(file).split(" ")
-        return f"another {device} " if change == "boot" else f"{boot} {device} another"
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_folder, "_kernel_and_device", elsewhere)
-        with job(path):
-            pass
-    for value in range(2):
-        mh.save(path, value=value)
-        assert len(unfinished(path)) == 1
-
-
-def test_a_lock_that_says_nothing_of_the_process_before_removes_nothing(tmp_path, another_job):
-    path = tmp_path / "run"
-    for text in ("", "[]", "{}", '{"host": "a", "pid": 1, "run": null}', "\xff"):
-        with job(path):
-            pass
-        (path / ".lock").write_text(text, encoding="latin-1")
-        another_job()
-        mh.save(path, value=1)
-        assert len(unfinished(path)) == 1
-        assert json.loads((path / ".lock").read_text())["pid"] == os.getpid()
-        shutil.rmtree(path)
-
-
-def test_what_a_child_of_a_killed_process_has_open_is_no_obstacle_once_it_has_ended(
-    tmp_path, another_job
-):
-    path = tmp_path / "run"
-    pids = fork.Queue()
-
-    def fork_child():
-        child = fork.Process(target=time.sleep, args=(60,))
-        child.start()
-        pids.put(child.pid)
-
-    with job(path, then=fork_child):
-        child = pids.get(timeout=30)
-    mh.save(path, value=1)
-    assert len(unfinished(path)) == 1  # a DataLoader's process may still have the lock
-    os.kill(child, signal.SIGKILL)
-    while os.path.exists(f"/proc/{child}/fd/0"):
-        time.sleep(0.01)
-    mh.save(path, value=2)
-    assert unfinished(path) == []

@@ -5,12 +5,8 @@ import signal
 import threading
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
 import manyhands as mh
 from helpers.programs import run_programs
@@ -38,48 +34,14 @@ def wait_in_a_collective(rank):
 
 
 def test_a_rank_in_a_collective_ends_by_sigterm(monkeypatch):
-    monkeypatch.setattr(_hanging, "UNREAD", 1.0)
+    monkeypatch.setenv("MANYHANDS_GRACE", "4")
     first, _ = run_programs(2, wait_in_a_collective)
     assert first.code == TERMINATED
     assert first.seconds < 5.0
     assert (
-        "rank 0 ends by SIGTERM: it has not called mh.stopping for 1 s, and waits in" in first.said
+        "rank 0 ends by SIGTERM: it has not called mh.stopping for 2 s, and waits in" in first.said
     )
     assert "dist.all_reduce(torch.zeros(1)) (test_hanging.py, line" in first.said
-
-
-@pytest.mark.long
-def test_a_rank_in_a_collective_ends_within_ten_seconds_of_sigterm():
-    def ranks(rank):
-        mh.start()
-        if rank == 0:
-            signal_soon()
-            dist.all_reduce(torch.zeros(1))
-        else:
-            time.sleep(15.0)
-
-    first, _ = run_programs(2, ranks)
-    assert first.code == TERMINATED
-    assert first.seconds < 10.5
-
-
-def train(rank, path, wait):
-    """Rank 0 takes long for its second forward, and the others wait for it in the backward."""
-    mh.start()
-    model = DistributedDataParallel(nn.Linear(4, 4))
-    optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.01))
-    for step in range(3):
-        if step == 1:
-            signal_soon(0.0)
-            time.sleep(0.1)
-            if rank == 0:
-                wait()
-        optimizer.zero_grad()
-        model(torch.randn(2, 4)).square().sum().backward()
-        optimizer.step()
-        if mh.stopping(optimizer):
-            mh.save(path, model=model, optimizer=optimizer, step=step)
-            return
 
 
 def compute(seconds):
@@ -89,28 +51,14 @@ def compute(seconds):
         matrix @ matrix
 
 
-def test_ranks_that_wait_for_one_that_computes_are_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(_hanging, "UNREAD", 2.0)
-    ended = run_programs(2, train, tmp_path, lambda: compute(5.0))
-    assert [program.code for program in ended] == [0, 0], ended
-    assert mh.load(tmp_path)["step"] == 1
-
-
-@pytest.mark.long
-def test_a_forward_of_several_seconds_that_uses_no_processor_is_left_alone(tmp_path):
-    ended = run_programs(2, train, tmp_path, lambda: time.sleep(6.0))
-    assert [program.code for program in ended] == [0, 0], ended
-    assert mh.load(tmp_path)["step"] == 1
-
-
 def test_a_script_that_never_reads_the_notice_ends_before_the_kill(monkeypatch):
     monkeypatch.setenv("MANYHANDS_GRACE", "3")
-    monkeypatch.setattr(_hanging, "UNREAD", 0.5)
+    monkeypatch.setattr(_hanging, "MARGIN", 1.0)
 
     def script(rank):
         mh.start(process_group=False)
         signal_soon(0.0)
-        compute(10.0)  # at work, so only the end of the grace counts
+        compute(10.0)
 
     (ended,) = run_programs(1, script)
     assert ended.code == TERMINATED
@@ -119,7 +67,7 @@ def test_a_script_that_never_reads_the_notice_ends_before_the_kill(monkeypatch):
 
 def test_a_script_that_has_read_the_notice_may_take_its_time(monkeypatch):
     monkeypatch.setenv("MANYHANDS_GRACE", "1")
-    monkeypatch.setattr(_hanging, "UNREAD", 0.3)
+    monkeypatch.setattr(_hanging, "MARGIN", 0.3)
 
     def script(rank):
         mh.start(process_group=False)
@@ -146,7 +94,7 @@ def test_an_earlier_handler_is_left_to_decide():
 
 def test_a_handler_that_the_script_sets_later_is_left_to_decide(monkeypatch):
     monkeypatch.setenv("MANYHANDS_GRACE", "1")
-    monkeypatch.setattr(_hanging, "UNREAD", 0.3)
+    monkeypatch.setattr(_hanging, "MARGIN", 0.3)
 
     def script(rank):
         mh.start(process_group=False)
@@ -174,7 +122,7 @@ def test_an_event_loop_keeps_its_wakeup_descriptor():
 
 
 def test_a_signal_to_a_child_is_no_notice_for_its_parent(monkeypatch):
-    monkeypatch.setattr(_hanging, "UNREAD", 0.3)
+    monkeypatch.setattr(_hanging, "MARGIN", 0.3)
 
     def rank():
         listener.start()
@@ -187,11 +135,9 @@ def test_a_signal_to_a_child_is_no_notice_for_its_parent(monkeypatch):
         time.sleep(1.0)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return stop_notice.reason, [thread.name for thread in threading.enumerate()]
+        return stop_notice.reason
 
-    reason, names = run_ranks(1, rank)[0]
-    assert reason == ""
-    assert "manyhands at work" not in names
+    assert run_ranks(1, rank) == [""]
 
 
 def test_a_rank_that_was_forked_from_a_listening_process_has_a_watch():

@@ -110,7 +110,8 @@ def test_a_file_that_appears_is_a_notice(tmp_path, monkeypatch):
     monkeypatch.setattr("manyhands._ranks.stop_notice.LOOK", 0.0)
 
     def ranks():
-        listener.start(file=str(path))
+        os.environ["MANYHANDS_STOP_FILE"] = str(path)
+        listener.start()
         if dist.get_rank() == 1:
             path.touch()
         return train(RULES["AdaScale"], 99)
@@ -130,14 +131,6 @@ def test_sigusr1_is_a_notice_under_slurm_and_nowhere_else(variable, monkeypatch)
     assert (signal.getsignal(signal.SIGUSR1) is before) == (variable is None)
     listener.stop()
     assert signal.getsignal(signal.SIGUSR1) is before
-
-
-def test_signals_that_the_script_has_chosen_are_all_that_count():
-    mh.start(process_group=False, signals=[signal.SIGUSR1])
-    mh.stopping()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert mh.stopping()
 
 
 def test_one_rank_alone_knows_at_once():

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader
@@ -33,7 +32,6 @@ from helpers.lightning_runs import (
 )
 from helpers.pages import ROOT, run_page
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands.ramp import _ramp
 
 pytestmark = MARKS
 
@@ -174,9 +172,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_devices(before, after, tmp_
     assert_alike(got, alone)
 
 
-@pytest.mark.parametrize(
-    "name", ["auto", "OSSStrategy", "ShardedDDPStrategy", "FullyShardedStrategy"]
-)
+@pytest.mark.parametrize("name", ["auto", "ShardedDDPStrategy", "FullyShardedStrategy"])
 def test_a_run_without_a_rule_goes_on_with_one_and_without_it_again(name, tmp_path):
     first, second = str(tmp_path / "bare.ckpt"), str(tmp_path / "scaled.ckpt")
 
@@ -260,26 +256,6 @@ def test_steps_and_schedules_may_be_counted_in_progress(ranks):
     assert_alike(run_ranks(ranks, train), alone)
 
 
-def test_epochs_counted_in_progress_are_those_of_the_small_batch():
-    """Two epochs of 8 batches on 2 devices are 32 small-batch steps."""
-
-    def train(by_progress):
-        module = module_of(sgd, partial(StepLR, step_size=1, gamma=0.5), interval="epoch")
-        callback = scaling(by_progress=by_progress)
-        trainer = trainer_of(max_epochs=2, callbacks=[callback])
-        result = fit(module, trainer)
-        assert trainer.max_epochs == 2
-        return result["progress"], result["lr"], trainer.current_epoch
-
-    (progress, lr, epochs), _ = run_ranks(2, train, True)
-    assert 32 <= progress < 34
-    assert lr == 0.05 / 4
-    assert epochs > 2
-    (progress, lr, epochs), _ = run_ranks(2, train, False)
-    assert progress < 32
-    assert (lr, epochs) == (0.05 / 4, 2)
-
-
 def test_a_run_counted_in_progress_goes_on_to_the_same_end(tmp_path):
     file = str(tmp_path / "half.ckpt")
 
@@ -338,16 +314,17 @@ def test_steps_that_overflow_make_no_progress():
     assert (progress, steps) == (10.0, 10 + skipped)
 
 
-def test_epochs_without_a_length_cannot_be_counted_in_progress():
-    for options, schedule in (({"max_epochs": 2}, None), ({"max_steps": 9, "max_epochs": 2}, 1)):
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"max_epochs": 2}, "needs max_steps"), ({"max_steps": 9}, "interval='step', got 'epoch'")],
+    ids=["epochs", "interval"],
+)
+def test_epochs_cannot_be_counted_in_progress(options, match):
+    def train():
+        module = module_of(sgd, partial(StepLR, step_size=1), interval="epoch")
+        fit(module, trainer_of(callbacks=[scaling(by_progress=True)], **options))
 
-        def train(options=options, schedule=schedule):
-            make = None if schedule is None else partial(StepLR, step_size=1)
-            module = module_of(sgd, make, interval="epoch")
-            trainer = trainer_of(callbacks=[scaling(by_progress=True)], **options)
-            fit(module, trainer, loader=lambda n: DataLoader(Endless(n), None))
-
-        raises_on_ranks(1, ValueError, train, match="needs the length of an epoch")
+    raises_on_ranks(1, ValueError, train, match=match)
 
 
 # -- what is seen ------------------------------------------------------------------------------
@@ -411,89 +388,6 @@ def test_an_optimizer_that_is_made_once_gets_a_rule_in_every_fit(tmp_path):
     assert run_ranks(1, train) == [(8.0, 8.0, True)]
 
 
-def test_manual_optimization_with_one_optimizer_works():
-    def training_step(self, batch, _):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = loss_of(self.net, batch)
-        self.losses.append(loss.item())
-        self.manual_backward(loss)
-        optimizer.step()
-
-    def train():
-        module = module_of(sgd, training_step=training_step)
-        module.automatic_optimization = False
-        return fit(module, trainer_of(max_epochs=1, callbacks=[scaling()]))
-
-    assert_alike(run_ranks(2, train), Alone(sgd, None, mh.AdaScale).epoch(8, 2, 1))
-
-
-# -- the batch that sets itself ----------------------------------------------------------------
-
-
-RAMP = {"max_scale": 16, "goal": "steps"}
-
-
-def ramp_by_hand(batches, epochs):
-    """Each rank's loop, under DDP."""
-    model = net()
-    wrapped = DistributedDataParallel(model)
-    rule = mh.AdaScale(sgd(model.parameters()))
-    ramp = mh.Ramp(rule, **RAMP)
-    own, sizes, losses = data(batches)[dist.get_rank()], [], []
-    for _ in range(epochs):
-        first = 0
-        while first < batches:
-            passes = min(ramp.passes, batches - first)
-            rule._core.batch.passes = passes  # fewer at the end of an epoch
-            rule.zero_grad()
-            for batch in own[first : first + passes]:
-                losses.append(loss_of(wrapped, batch))
-                (losses[-1] / passes).backward()
-            rule.step()
-            first += passes
-            sizes.append(passes)
-    return values(model), [loss.item() for loss in losses], rule.progress, sizes
-
-
-@pytest.mark.parametrize("batches", [8, 23])
-def test_a_ramp_changes_the_batch_between_steps(batches, monkeypatch):
-    monkeypatch.setattr(_ramp, "EVERY", 1)
-
-    def train():
-        from manyhands.integrations.lightning import BatchRamp
-
-        callback = BatchRamp(**RAMP)
-        trainer = trainer_of(max_epochs=3, callbacks=[callback])
-        result = fit(module_of(sgd), trainer, batches)
-        assert trainer.accumulate_grad_batches == 1
-        return result["params"], result["losses"], result["progress"], result["steps"]
-
-    for got, (*expected, sizes) in run_ranks(2, lambda: (train(), ramp_by_hand(batches, 3))):
-        assert sizes[:4] == [1, 2, 4, 1] if batches == 8 else [1, 2, 4, 8]
-        torch.testing.assert_close(got[:3], tuple(expected), rtol=1e-5, atol=1e-6)
-        assert got[3] == len(sizes)
-
-
-def test_a_ramp_goes_on_where_it_was(tmp_path):
-    file = str(tmp_path / "half.ckpt")
-
-    def train(epochs, **files):
-        from manyhands.integrations.lightning import BatchRamp
-
-        callback = BatchRamp(**RAMP)
-        result = fit(module_of(sgd), trainer_of(max_epochs=epochs, callbacks=[callback]), **files)
-        return result["params"], result["progress"], callback.ramp.passes
-
-    (half, *_) = run_ranks(2, train, 1, save=file)
-    resumed = run_ranks(2, train, 2, resume=file)
-    whole = run_ranks(2, train, 2)
-    assert half[2] > 1
-    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
-    ((*_, passes),) = run_ranks(1, train, 2, resume=file)
-    assert passes == 2 * whole[0][2]  # of one device: the batch stays
-
-
 # -- what cannot be right ----------------------------------------------------------------------
 
 
@@ -543,30 +437,24 @@ def test_averaged_weights_of_lightnings_kind_are_an_error():
     failing("Use Lightning's WeightAveraging", trainer={"callbacks": callbacks})
 
 
-def test_progress_in_manual_optimization_is_an_error():
+def test_manual_optimization_is_an_error():
     failing(
-        "use mh.ProgressScheduler in training_step",
-        trainer={"callbacks": lambda: [scaling(by_progress=True)]},
+        "Scaling needs automatic optimization",
         attributes={"automatic_optimization": False},
     )
 
 
-def test_a_ramp_or_progress_in_blocks_is_an_error():
+def test_progress_in_blocks_is_an_error():
     def in_blocks():
         from manyhands.integrations.lightning import BlocksStrategy
 
         return BlocksStrategy(mh.DiLoCo, every=2)
 
-    def ramp():
-        from manyhands.integrations.lightning import BatchRamp
-
-        return [BatchRamp(max_scale=4)]
-
-    for callbacks, match in (
-        (ramp, "BatchRamp would choose different numbers"),
-        (lambda: [scaling(by_progress=True)], "in blocks, progress differs between devices"),
-    ):
-        failing(match, trainer={"strategy": in_blocks, "callbacks": callbacks}, ranks=2)
+    failing(
+        "in blocks, progress differs between devices",
+        trainer={"strategy": in_blocks, "callbacks": lambda: [scaling(by_progress=True)]},
+        ranks=2,
+    )
 
 
 def test_passes_that_are_said_twice_are_an_error():
@@ -619,15 +507,3 @@ def test_public_names_are_documented_with_examples_that_run():
     reference = (ROOT / "docs" / "api.md").read_text()
     for name in public.__all__:
         assert reference.count(f"::: manyhands.integrations.lightning.{name}\n") == 1
-
-
-def test_which_batches_make_a_step():
-    from manyhands.ramp import _micro_batches
-
-    assert doctest.testmod(_micro_batches).failed == 0
-    first = 0
-    for passes in (1, 3, 2, 2, 7):
-        step = _micro_batches.StepPasses(passes, start=first)
-        ends = [n for n in range(first + 1, first + passes + 1) if n % step == 0]
-        assert (first % step, ends) == (0, [first + passes])
-        first += passes

@@ -1,4 +1,4 @@
-"""Ray Train: the example as it is, and nodes that come and are drained. Crews of Ray's tasks.
+"""Ray Train: the example as it is, and a node that is drained. Crews of Ray's tasks.
 
 Each test starts a driver in a process of its own, with a Ray of its own (`helpers/rays.py`): a few
 hundred MB, and half a minute.
@@ -19,7 +19,7 @@ from helpers.rays import run_driver
 
 pytest.importorskip("ray.train", reason='Ray Train is missing: pip install "ray[train]"')
 
-COME_AND_GO = """
+DRAIN = """
 import json, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,8 +30,6 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-
-from manyhands.integrations.ray import SaveBeforeResize
 
 folder = Path(sys.argv[1])
 
@@ -87,9 +85,10 @@ def wait_for_steps(workers, number=20):
         time.sleep(0.1)
 
 
-def come_and_go():
-    wait_for_steps(workers=1)
-    three = cluster.add_node(num_cpus=3)
+three = cluster.add_node(num_cpus=3)
+
+
+def drain():
     wait_for_steps(workers=4)
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
     accepted, why = client.drain_node(
@@ -111,13 +110,12 @@ trainer = TorchTrainer(
         name="run",
         storage_path=str(folder / "storage"),
         checkpoint_config=CheckpointConfig(num_to_keep=1),
-        callbacks=[SaveBeforeResize()],
     ),
 )
-with ThreadPoolExecutor(1) as other:  # a node can be added by the main thread only
+with ThreadPoolExecutor(1) as other:
     training = other.submit(trainer.fit)
     try:
-        come_and_go()
+        drain()
     finally:
         (folder / "end").touch()
     result = training.result()
@@ -142,15 +140,15 @@ def test_the_example_saves_into_rays_storage_and_nowhere_else(tmp_path):
     assert mh.load(path, model=model)["step"] == 40
 
 
-def test_workers_that_come_and_go_cost_no_step(tmp_path):
+def test_a_drained_node_costs_no_step(tmp_path):
     script = tmp_path / "driver.py"
-    script.write_text(COME_AND_GO)
+    script.write_text(DRAIN)
     said = run_driver(script, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "log.0").read_text().splitlines()]
     last = len(lines)
     assert [step for step, *_ in lines] == list(range(1, last + 1))  # none lost, none taken twice
     sizes = [size for _, size, *_ in lines]
-    assert [size for size, _ in itertools.groupby(sizes)] == [1, 4, 1]
+    assert [size for size, _ in itertools.groupby(sizes)] == [4, 1]
     (path, metrics) = json.loads(re.findall(r"RESULT (.*)", said)[-1])
     assert (pathlib.Path(path).name.split("-")[-1], metrics["step"]) == (str(last), last)
     # Ray knows all checkpoints: it has deleted those before, as num_to_keep=1 says.
@@ -171,80 +169,6 @@ def test_workers_that_come_and_go_cost_no_step(tmp_path):
         optimizer.step()
         assert lines[step][2] == pytest.approx(optimizer.progress, rel=1e-4)
         torch.testing.assert_close(torch.tensor(lines[step][3]), model.weight.detach())
-
-
-CALLBACK = """
-import logging
-from types import SimpleNamespace
-
-from ray.exceptions import RayActorError
-
-from manyhands.integrations.ray import SaveBeforeResize
-
-
-class Status:
-    def __init__(self, report=None, errors=(), finished=False):
-        self.worker_statuses = {0: SimpleNamespace(training_report=report)}
-        self.errors, self.finished = errors, finished
-
-    def get_error_string(self):
-        return "out of memory"
-
-
-class Workers:
-    \"\"\"A worker group: what it is at first, and then in each poll.\"\"\"
-
-    def __init__(self, first, *polls, left=True, dies=False):
-        self.first, self.polls, self.left, self.dies = first, list(polls), left, dies
-        self.called = []
-
-    def get_latest_poll_status(self):
-        return self.first
-
-    def execute(self, function, *arguments):
-        self.called.append(function.__name__)
-        if self.dies:
-            raise RayActorError()
-        return [self.left]
-
-    def poll_status(self, timeout):
-        return self.polls.pop(0) if len(self.polls) > 1 else self.polls[0]
-
-
-class Warnings(logging.Handler):
-    def emit(self, record):
-        warnings.append(record.getMessage())
-
-
-def resize(workers, seconds=30.0):
-    callback = SaveBeforeResize(seconds)
-    callback.before_controller_execute_resize_decision(None)  # the run begins
-    callback.after_worker_group_start(workers)
-    warnings.clear()
-    callback.before_controller_execute_resize_decision(None)
-    return "".join(warnings)
-
-
-warnings = []
-logging.getLogger("manyhands.integrations.ray").addHandler(Warnings())
-running, saved = Status(), Status(report="a checkpoint")
-for no_use in (None, Status(errors={0: "failed"}), Status(finished=True)):
-    workers = Workers(no_use)
-    assert not resize(workers) and not workers.called
-waits = Workers(running, saved, saved, running)
-assert not resize(waits) and waits.called == ["_give_notice"] + 3 * ["has_left"]
-assert not resize(Workers(running, Status(finished=True), left=False))
-assert "a worker was lost" in resize(Workers(running, dies=True))
-assert "out of memory" in resize(Workers(running, Status(errors={0: "failed"})))
-late = resize(Workers(running, running, left=False), 0.5)
-assert "have not left within 0.5 s. Call mh.stopping in every step" in late
-"""
-
-
-def test_a_resize_waits_for_saves_and_for_nobody_who_cannot_save(tmp_path):
-    script = tmp_path / "callback.py"
-    script.write_text(CALLBACK)
-    run_driver(script)
 
 
 CREW = """

@@ -20,7 +20,6 @@ from torch.optim import SGD
 import manyhands as mh
 from helpers.ranks import as_under_torchrun, raises_on_ranks, run_ranks
 from manyhands import fairscale
-from manyhands.ramp import _ramp
 
 with warnings.catch_warnings():  # once, before ranks are forked
     warnings.simplefilter("ignore")
@@ -159,7 +158,7 @@ class Plain:
 
 
 def trainer_of(
-    data, folder, *, passes=3, rule=mh.AdaScale, by_progress=False, given=None, wrap=None, **options
+    data, folder, *, passes=3, rule=mh.AdaScale, by_progress=False, given=None, **options
 ):
     if dist.get_world_size() > 1:
         as_under_torchrun(OMP_NUM_THREADS="1")
@@ -187,7 +186,7 @@ def trainer_of(
     trainer = Trainer(model, args, train_dataset=data, **given)
     trainer.pop_callback(transformers.PrinterCallback)
     if rule is not False:
-        attach(trainer, rule, by_progress=by_progress, wrap=wrap)
+        attach(trainer, rule, by_progress=by_progress)
     return trainer
 
 
@@ -393,67 +392,6 @@ def test_data_that_runs_out_in_the_middle_of_a_step(tmp_path):
     assert_as(run_ranks(1, train), plain)
 
 
-# -- a batch that sets itself -------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def decisions_after_each_step(monkeypatch):
-    monkeypatch.setattr(_ramp, "EVERY", 1)
-
-
-def ramping(rule):
-    return mh.Ramp(rule, max_scale=12, goal="steps")
-
-
-def run_ramp(data, folder, resume=None, end=30, ramp=ramping, passes=1, **options):
-    """Return the parameters, the progress, the steps, and the scale of each step."""
-    options = {"max_steps": end, **LINEAR, **options}
-    trainer = trainer_of(data, folder, rule=False, passes=passes, **options)
-    attach(trainer, mh.AdaScale, by_progress=True, ramp=ramp, smoothing=0.9)
-    trainer.train(resume_from_checkpoint=resume)
-    scales = [line["scale"] for line in trainer.state.log_history if "loss" in line]
-    return values(trainer), rule_in(trainer).progress, trainer.state.global_step, scales
-
-
-def test_a_ramp_takes_as_many_micro_batches_as_it_says(tmp_path):
-    """An epoch's last batches, too few for a step, are left out."""
-    data = samples(28)
-    (*ran, scales), (*other, _) = run_ranks(2, run_ramp, data, tmp_path)
-    assert set(scales) == {2.0, 4.0, 8.0, 12.0}
-    plain, batches = Plain(smoothing=0.9), micro_batches_of(data)
-    plain.schedule = lambda _: linear(30)(math.floor(plain.progress + 1e-9))
-    first = 0
-    for scale in map(int, scales):
-        if first + scale > len(batches):
-            first = 0
-        plain.step(batches[first : first + scale])
-        first += scale
-    assert_as([ran, other], plain, rtol=2e-3, atol=2e-5)
-
-
-def test_a_resumed_ramp_goes_on_where_it_was(tmp_path):
-    def whole_and_resumed():
-        whole = run_ramp(data, tmp_path, save_strategy="steps", save_steps=3)
-        return whole, run_ramp(data, tmp_path, resume=str(tmp_path / "checkpoint-3"))
-
-    data = samples(28)
-    for whole, resumed in run_ranks(2, whole_and_resumed):
-        torch.testing.assert_close(resumed[0], whole[0], rtol=0, atol=0)
-        assert resumed[1:] == whole[1:]
-
-
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        ({"passes": 2}, "ramp= sets .* gradient_accumulation_steps"),
-        ({"end": -1}, "needs max_steps"),
-        ({"ramp": lambda rule: mh.Ramp(rule, max_scale=64)}, "at most 28, the small batches"),
-    ],
-)
-def test_what_a_ramp_cannot_do(changed, message, tmp_path):
-    raises_on_ranks(2, ValueError, run_ramp, samples(28), tmp_path, match=message, **changed)
-
-
 # -- checkpoints ------------------------------------------------------------------------------
 
 OSS = {"optimizer_cls_and_kwargs": (mh.OSS, {"optim": SGD, "lr": RATE, "momentum": 0.9})}
@@ -541,54 +479,11 @@ def test_oss_is_the_plain_optimizer(rule, tmp_path):
         torch.testing.assert_close(params, plain, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", [None, mh.AdaScale])
-@pytest.mark.parametrize("clip", [1.0, 0.01])
-def test_sharded_gradients_are_those_of_the_plain_run(clip, rule, tmp_path):
-    def train(given, wrap):
-        trainer = trainer_of(
-            data, tmp_path, rule=rule, given=given, wrap=wrap, max_grad_norm=clip, save_steps=1
-        )
-        trainer.train()
-        wrapped = type(trainer.model_wrapped)
-        norms = [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
-        return values(trainer), wrapped is mh.ShardedDataParallel, norms
-
-    data = samples(12)
-    ((plain, _, norms), _) = run_ranks(2, train, {}, None)
-    if rule is not None:
-        plain = Plain(clip=clip).train(data, 2, 3, 2).values
-    for params, is_sharded, clipped in run_ranks(2, train, OSS, mh.ShardedDataParallel):
-        torch.testing.assert_close(params, plain, rtol=1e-3, atol=1e-5)
-        assert is_sharded
-        assert clipped == pytest.approx(norms, rel=1e-3)
-
-
-def test_label_smoothing_knows_the_model_in_its_wrapper(tmp_path):
-    def train(given, wrap):
-        options = {"label_smoothing_factor": 0.1, "bf16": True, "rule": None}
-        trainer = trainer_of(samples(6), tmp_path, given=given, wrap=wrap, **options)
-        trainer.train()
-        return values(trainer)
-
-    for params, plain in zip(
-        run_ranks(2, train, OSS, mh.ShardedDataParallel), run_ranks(2, train, {}, None), strict=True
-    ):
-        torch.testing.assert_close(params, plain, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_checkpoint_of_sharded_training_is_a_whole_model(sharded, tmp_path):
+def test_a_checkpoint_of_sharded_training_is_a_whole_model(tmp_path):
     """`from_pretrained` finds all weights, also those that are tied, in memory of OSS."""
 
     def train():
-        trainer = trainer_of(
-            samples(6),
-            tmp_path,
-            given=OSS,
-            wrap=mh.ShardedDataParallel if sharded else None,
-            save_strategy="steps",
-            save_steps=2,
-        )
+        trainer = trainer_of(samples(6), tmp_path, given=OSS, save_strategy="steps", save_steps=2)
         trainer.model.lm_head.weight = trainer.model.model.embed_tokens.weight
         trainer.model.config.tie_word_embeddings = True
         trainer.train()
@@ -891,7 +786,7 @@ def other_passes(model, **options):
 @pytest.mark.parametrize(
     "made, message",
     [
-        (ramped, "Pass ramp= to attach"),
+        (ramped, "rule without a Ramp, or Accelerate"),
         (other_passes, "gradient_accumulation_steps=3 .* num_gradients_to_accumulate=2"),
     ],
 )
@@ -918,20 +813,6 @@ def test_what_does_not_go_with_blocks(options, message, tmp_path):
         trainer_of(samples(12), tmp_path, **{"rule": None, **options}, given=IN_BLOCKS).train()
 
     raises_on_ranks(2, ValueError, train, match=message)
-
-
-def test_a_wrapper_that_trainer_cannot_drive_is_an_error(tmp_path):
-    def train():
-        trainer_of(samples(12), tmp_path, wrap=lambda model, _: mh.FSDP(model), given=OSS).train()
-
-    raises_on_ranks(2, TypeError, train, match="must return a ShardedDataParallel, got Fully")
-
-
-def test_a_wrapper_without_its_optimizer_is_an_error(tmp_path):
-    def train():
-        trainer_of(samples(12), tmp_path, wrap=mh.ShardedDataParallel).train()
-
-    raises_on_ranks(1, TypeError, train, match=r"got SGD. Set .*\(mh.OSS, ")
 
 
 def test_an_optimizer_class_that_has_the_rule_in_it(tmp_path):
@@ -982,20 +863,18 @@ def test_another_call_of_train_counts_from_the_beginning(tmp_path):
         assert steps < 10 <= progress < 13
 
 
-@pytest.mark.parametrize("ramp", [None, ramping])
-def test_a_model_that_is_made_anew_gets_a_rule_and_a_ramp_of_its_own(ramp, tmp_path):
+def test_a_model_that_is_made_anew_gets_a_rule_of_its_own(tmp_path):
     """As in a search over hyperparameters."""
 
     def train():
         trainer = trainer_of(
             data, tmp_path, rule=False, passes=1, max_steps=10, given={"model_init": net}
         )
-        attached = attach(trainer, mh.AdaScale, by_progress=True, ramp=ramp)
+        attach(trainer, mh.AdaScale, by_progress=True)
         found = []
         for _ in range(2):
             trainer.train()
             rule = rule_in(trainer)
-            assert ramp is None or rule.port.observer is attached.ramp
             found.append((values(trainer), trainer.state.global_step, rule.progress))
         return found
 

@@ -213,6 +213,23 @@ def test_extra_states_are_loaded_from_a_state_dict_and_missed_in_safetensors(tmp
     ]
 
 
+class TensorState(Counter):
+    def get_extra_state(self):
+        return torch.tensor([self.count])
+
+    def set_extra_state(self, state):
+        self.count = state.item()
+
+
+@pytest.mark.parametrize("name", ["state.pt", "state.safetensors"])
+def test_an_extra_state_may_be_a_tensor(name, tmp_path):
+    state = TensorState(3).state_dict()
+    (torch.save if name == "state.pt" else save_file)(state, tmp_path / name)
+    model = TensorState()
+    mh.load_weights(model, tmp_path / name)
+    assert model.count == 3
+
+
 class Danger:
     def __reduce__(self):
         return (print, ("unpickled",))

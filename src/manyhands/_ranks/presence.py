@@ -149,9 +149,6 @@ class Presence:
                 failed = f"rank {rank} has failed: {text}"
         return first, failed
 
-    def count_at_work(self, own: int = 0) -> int:
-        return self._box.count("at work", own)
-
     def say(self, kind: str, text: str) -> None:
         """Report why this rank "failed", or the line where this rank "waits"."""
         with suppress(RuntimeError):  # the store ends concurrently

@@ -19,7 +19,6 @@ class StopNotice:
     def __init__(self) -> None:
         self.reason = ""  # such as "SIGTERM"; empty before a request
         self.read = False  # whether the script has read the request
-        self.in_crew = False  # in a crew, waits for other workers are limited
         self.grace = 30.0  # seconds from the request until the process is killed
         self.given_at = 0.0
         self.sources: list[Callable[[], str]] = []  # each returns a reason or ""

@@ -5,6 +5,7 @@ A save passes through the other files in this order:
     _writing.py  _reading.py  the steps of a save and of a load
     _model.py                 a model's tensors, under the names of the plain model
     _optimizer.py             an optimizer's state by parameter name; the state of blocks
+    _optimizer_loader.py      load this state
     _values.py                the user's values as JSON
     _handover.py              states that foreign code loads and may refuse
     _format.py                the layout of data files and of the commit; the writer
@@ -86,7 +87,6 @@ def wait_for_pending() -> None:
         _pending.wait()
 
 
-@arguments.explained
 def save(
     path: str | os.PathLike[str],
     *,
@@ -156,7 +156,6 @@ def save(
     return _pending
 
 
-@arguments.explained
 def load(
     path: str | os.PathLike[str],
     *,
@@ -192,7 +191,9 @@ def load(
     the saved step equals the step count of the blocks, `"step"` is `optimizer.steps`.
 
     If a checkpoint is damaged, incomplete or from a different model or optimizer, or if an object
-    refuses its state, every rank raises a ValueError or FileNotFoundError and no state changes.
+    refuses its state, every rank raises a ValueError or FileNotFoundError and no state changes. If
+    an optimizer with a custom `load_state_dict` refuses, the RuntimeError says that the model is
+    partially loaded.
 
     Args:
         path: the folder passed to `save`, for the newest checkpoint, or a single checkpoint.

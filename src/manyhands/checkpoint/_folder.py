@@ -6,21 +6,16 @@
     .lock                       locked by the processes that may save here
 
 The commit is written under a temporary name and renamed, so a checkpoint appears by a single rename
-and disappears by a single removal. A killed run leaves a folder with no commit. A later save
-removes such a folder if it belongs to the current job, if the creating process has ended, or if the
-last write is older than `OLD` seconds. The token contains the marks of the job and of rank 0.
+and disappears by a single removal. A killed run leaves a folder with no commit.
 
 Only one job at a time may save here. Rank 0 locks a byte of `.lock` (a POSIX lock) from the first
-save until the process ends. In a crew any worker may save, so all workers share the lock of their
-run (MANYHANDS_RUN), at a byte derived from the run's name. Without locks, a conflict is noticed
-when two jobs write a checkpoint with equal number, and each job prunes only its own checkpoints.
+save until the process ends, and removes folders with no commit. In a crew any worker may save, so
+all workers share the lock of their run (MANYHANDS_RUN), at a byte derived from the run's name.
 Readers lock the commit (`flock`), which prevents pruning.
 
-**Which processes have ended?** Some file systems hide locks from other hosts, and a process loses a
-POSIX lock when it closes any descriptor of the file. Rank 0 therefore also takes a `flock` on
-`.lock`, and writes its mark, the kernel and the device into the file. If a later process takes both
-locks and finds an equal kernel and device, the earlier process has ended, in any container of this
-machine. Processes on other hosts are never assumed to have ended.
+Without locks, a conflict is noticed when two jobs write a checkpoint with equal number. Each job
+then prunes only its own checkpoints, which have the job's mark in the token, and removes folders
+with no commit of other jobs `OLD` seconds after the last write.
 
 A folder may be a download. So links inside are not followed, and only regular files are opened: no
 pipes, which would hang, and no devices. The user's path may be a link.
@@ -54,8 +49,7 @@ except ImportError:  # Windows has no such locks
 
 COMMIT = "index.json"
 PATTERN = re.compile(r"(\d{6,})(?:-step-\d+)?")
-OLD = 2 * 3600.0  # seconds after which an incomplete checkpoint is removed
-MADE = 60.0  # the same for a folder without files
+OLD = 2 * 3600.0  # seconds after which an incomplete checkpoint is removed without the lock
 LOCK = ".lock"
 LOCK_TIMEOUT = 3.0  # seconds to wait for a process that may be about to end
 TEXT = 2000  # characters that the lock's text is padded to
@@ -63,7 +57,6 @@ RUN_VARIABLE = "MANYHANDS_RUN"  # the run's name; all workers of a run share the
 # Variables that identify a job across restarts.
 JOB_VARIABLES = (RUN_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
-REMEMBERED = 100  # marks of ended processes in the lock file
 ATTEMPTS = 10  # to create a folder that other ranks remove
 
 _process = uuid.uuid4().hex
@@ -92,12 +85,7 @@ def to_path(path: str | os.PathLike[str]) -> Path:
 
 
 def new_token() -> str:
-    return f"{job_mark()}-{process_mark()}-{uuid.uuid4().hex[:8]}"
-
-
-def process_mark() -> str:
-    """Return the mark of this process, which differs from the mark of a forked process."""
-    return _digest(f"{_process} {os.getpid()}")
+    return f"{job_mark()}-{uuid.uuid4().hex[:16]}"
 
 
 def job_mark() -> str:
@@ -106,11 +94,7 @@ def job_mark() -> str:
         value = os.environ.get(name, "none")
         if value not in ("", "none"):
             known.append(value)
-    return _digest("/".join(known or [_process]))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return hashlib.sha256("/".join(known or [_process]).encode()).hexdigest()[:8]
 
 
 def number_of(name: str) -> int:
@@ -171,15 +155,7 @@ class Folder:
     def _may_remove(self, name: str) -> bool:
         if self.has_commit(name) or self.is_link(name):
             return False
-        if self.age(name) > (OLD if self.sizes(name) else MADE):
-            return True
-        if self._is_ours(name):
-            return True
-        if not self._locked:
-            return False
-        # The second to last part of a token is the mark of the process.
-        makers = {file.rpartition("-")[0].rpartition("-")[2] for file in self.sizes(name)}
-        return bool(makers) and makers <= set(_ended.get(self.path.resolve() / LOCK, ()))
+        return self._locked or self._is_ours(name) or self.age(name) > OLD
 
     def _is_ours(self, name: str) -> bool:
         return any(f"-{job_mark()}-" in file for file in self.sizes(name))
@@ -329,7 +305,6 @@ def sync(folder: Path) -> None:
 
 # Descriptors of lock files by process and path: a forked child has no locks of the parent.
 _held: dict[tuple[int, Path], int] = {}
-_ended: dict[Path, Sequence[str]] = {}  # marks of ended processes by lock file
 
 
 def take_lock(folder: Path, run: str | None) -> bool:
@@ -359,7 +334,9 @@ def take_lock(folder: Path, run: str | None) -> bool:
             return False
         # Stays open: closing any descriptor of the file releases a POSIX lock.
         _held[os.getpid(), path] = file
-    _become_holder(file, path, run)  # every time: other processes may have ended
+    # A single padded write: other processes of a crew may write too.
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "run": run}
+    os.pwrite(file, f"{json.dumps(holder):<{TEXT}}\n".encode(), 0)
     return True
 
 
@@ -399,46 +376,6 @@ def _read_holder(file: int) -> dict[str, Any]:
     if isinstance(holder, dict) and {"host", "pid"} <= holder.keys():
         return holder
     return {}
-
-
-def _become_holder(file: int, path: Path, run: str | None) -> None:
-    """Write this process into the lock file, and note the processes that have ended."""
-    before = _read_holder(file)
-    seen = _kernel_and_device(file)
-    ended: list[str] = []
-    if seen and before.get("seen") == seen:
-        marks = [*before.get("ended", []), before.get("process")]
-        ended = [mark for mark in marks if mark not in (None, process_mark())]
-    holder = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "run": run,
-        "seen": seen,
-        "process": None,
-        "ended": ended[-REMEMBERED:],
-    }
-    _ended[path] = ()
-    # The second lock fails if a forked child of the earlier process still has it, if the file
-    # system has no `flock`, or if it conflicts with the first lock, as on NFS.
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        holder["process"] = process_mark()
-        _ended[path] = ended
-    # A single padded write: other processes of a crew may write too.
-    os.pwrite(file, f"{json.dumps(holder):<{TEXT}}\n".encode(), 0)
-
-
-def _kernel_and_device(file: int) -> str:
-    """Identify the running kernel, and a file's device; "" if unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not on Linux
-        return ""
-    device = os.fstat(file).st_dev
-    # Network file systems have device number 0 on all hosts, and copies of a running virtual
-    # machine share the boot id, so the host name is added.
-    host = "" if os.major(device) else socket.gethostname()
-    return f"{boot} {device} {host}"
 
 
 # -- open files, and nothing else ------------------------------------------------------------------

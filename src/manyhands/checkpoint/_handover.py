@@ -5,8 +5,8 @@ may refuse a state. So these are called before model and optimizer change (`Fore
 restored if a later step fails on any rank.
 
 An optimizer receives the state last, after its tensors and the model are filled. `check_continues`
-tries the state earlier, on a copy of a torch optimizer with a few elements. For other optimizers,
-all memory to be filled is copied first (`take_snapshot`).
+tries the state earlier, on a copy of a torch optimizer with a few elements. Optimizers with a
+custom `load_state_dict` are not tried.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from manyhands._optimizers.several import optimizers_in
 from manyhands._optimizers.state_parts import OptimizerStatePart, options_of, plain_optimizer
 from manyhands._tensors.trees import tensors_in
-from manyhands.checkpoint._tensor_parts import TensorParts
 
 #: Options of the implementation of a step, which do not affect the result. They are not loaded: a
 #: run saved on a GPU may continue on a CPU without fused kernels.
@@ -45,7 +44,7 @@ def explain_refusal(name: str) -> Iterator[None]:
         raise  # ValueErrors are clear, and other errors are not about the state
     except Exception as error:
         raise ValueError(
-            f"{name} has refused its state: {type(error).__name__}: {error}"
+            f"{name} has refused its state: {type(error).__name__}: {error}."
         ) from error
 
 
@@ -98,13 +97,11 @@ def check_continues(
     optimizer: Optimizer,
     options: Sequence[Mapping[str, object]],
     entries: Sequence[tuple[str, OptimizerStatePart, Mapping[str, object]]],
-) -> bool:
-    """Raise ValueError if torch's optimizer cannot step from a state. Return False if unknown."""
+) -> None:
+    """Raise ValueError if torch's optimizer cannot step from a state."""
     plain: Optimizer | None = plain_optimizer(optimizer)
-    if plain is None:  # this rank has no parameters
-        return True
-    if has_foreign_loading(optimizer):
-        return False
+    if plain is None or has_foreign_loading(optimizer):  # None: this rank has no parameters
+        return
     owners = [each for each in optimizers_in(plain) for _ in each.param_groups]
     group_of: list[int] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -125,11 +122,10 @@ def check_continues(
             try:
                 _try_step(owner, _sketch(part.like, part.entries), part.entries, here)
             except Exception:
-                return False  # it needs a closure or sparse gradients
+                return  # it needs a closure or sparse gradients
             raise ValueError(
                 f"{type(owner).__name__} cannot continue from the state of {name!r}: {error!r:.200}"
             ) from error
-    return True
 
 
 def _sketch(like: Tensor, state: Mapping[str, object]) -> Sketch:
@@ -186,11 +182,9 @@ def restore_types(held: dict[str, object], entries: Mapping[str, object]) -> Non
             held[name] = value.to(now.device)
 
 
-# -- other optimizers ------------------------------------------------------------------------------
-
-
 def has_foreign_loading(optimizer: Optimizer) -> bool:
-    for each in _loading_optimizers(optimizer):
+    plain = plain_optimizer(optimizer)
+    for each in optimizers_in(optimizer) if plain is optimizer else [optimizer, plain]:
         if each._optimizer_load_state_dict_pre_hooks or each._optimizer_load_state_dict_post_hooks:
             return True
         for method in (each.load_state_dict, each.__setstate__):
@@ -201,40 +195,3 @@ def has_foreign_loading(optimizer: Optimizer) -> bool:
 
 def _module_of(method: object) -> str:
     return getattr(method, "__module__", None) or ""
-
-
-def _loading_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that load a state."""
-    plain = plain_optimizer(optimizer)
-    return optimizers_in(optimizer) if plain is optimizer else [optimizer, plain]
-
-
-def take_snapshot(
-    optimizers: Iterable[Optimizer], targets: Iterable[TensorParts]
-) -> Callable[[], None]:
-    """Copy optimizers and all tensors to be filled. Return a function that restores both."""
-    tensors = []
-    for target in targets:
-        tensors += [(tensor, tensor.clone()) for _, tensor in target.slices]
-    dicts: list[dict[Any, Any]] = []
-    for optimizer in optimizers:
-        for each in _loading_optimizers(optimizer):
-            dicts += [vars(each), each.state, *each.param_groups]
-            for entries in each.state.values():
-                if isinstance(entries, dict):
-                    dicts.append(entries)
-            for value in vars(each).values():
-                if is_dataclass(value):
-                    dicts.append(vars(value))
-    copies = [(held, dict(held)) for held in dicts]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for tensor, before in tensors:
-            tensor.copy_(before)
-        # The dicts are refilled, not replaced: schedulers and wrappers reference them.
-        for held, entries in copies:
-            held.clear()
-            held.update(entries)
-
-    return restore

@@ -24,12 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._optimizers.several import AND, SEVERAL, optimizers_in
 from manyhands._optimizers.state_parts import (
     BlocksParts,
     OptimizerLayers,
     OptimizerStatePart,
-    RuleParts,
     SavedState,
     ShardedOptimizer,
     StatePart,
@@ -37,35 +35,23 @@ from manyhands._optimizers.state_parts import (
     options_of,
     state_parts,
 )
-from manyhands._optimizers.wrappers import unwrap
+from manyhands._optimizers.wrappers import params_of, unwrap
 from manyhands._tensors.flat import is_dtensor
-from manyhands.checkpoint._commit import check_form, parse_json
+from manyhands.checkpoint._commit import parse_json
 from manyhands.checkpoint._format import (
     OWN,
     Contents,
     GroupMeta,
-    OptimizerMeta,
-    ReplicaMeta,
     StateMeta,
     memory_of,
 )
-from manyhands.checkpoint._handover import (
-    KEPT_OPTIONS,
-    check_continues,
-    explain_refusal,
-    restore_types,
-)
-from manyhands.checkpoint._model import ModelNames, list_names
-from manyhands.checkpoint._reader import Reader
+from manyhands.checkpoint._model import ModelNames
 from manyhands.checkpoint._tensor_parts import (
     ALONE,
     EXACT_ENTRY,
     Holders,
     Savers,
     TensorParts,
-    allocate_target,
-    entry_parts,
-    is_elementwise,
     to_parts,
 )
 from manyhands.checkpoint._values import (
@@ -74,7 +60,6 @@ from manyhands.checkpoint._values import (
     decode,
     encode,
     escape,
-    tensor_key,
     unescape,
 )
 
@@ -151,58 +136,6 @@ def saved_rule(meta: StateMeta, get: GetTensor) -> dict[str, Any]:
     return state
 
 
-@dataclass(frozen=True)
-class SavedOptimizer:
-    """The part of a checkpoint that an optimizer loads."""
-
-    optimizer: Optimizer
-    replica: Replica  # of this rank
-    number: int  # number of the saved optimizer
-    part: int | None = None  # position in the saved list of optimizers
-    to_begin: BlocksParts | None = None  # blocks around a list that was saved without blocks
-
-
-def match_saved(
-    here: Sequence[Optimizer], replicas: Sequence[Replica], saved: Sequence[OptimizerMeta]
-) -> list[SavedOptimizer] | None:
-    """Return the saved optimizer for each optimizer here, or None if the numbers differ.
-
-    Optimizers that were saved separately load into blocks, `DiLoCo([a, b])`, and vice versa.
-    """
-    pairs = list(zip(here, replicas, strict=True))
-    if len(here) == len(saved):
-        return [SavedOptimizer(*pair, number) for number, pair in enumerate(pairs)]
-    matches: list[SavedOptimizer] = []
-    for optimizer, replica in pairs:
-        layers = OptimizerLayers.of(optimizer)
-        several = optimizers_in(layers.inner)
-        if len(several) == 1 or layers.rule is not None:
-            matches.append(SavedOptimizer(optimizer, replica, len(matches)))
-            continue
-        to_begin = layers.blocks
-        for each in several:
-            matches.append(SavedOptimizer(each, replica, len(matches), to_begin=to_begin))
-            to_begin = None
-    if len(matches) == len(saved):
-        in_blocks = [meta["class"] for meta in saved if meta["blocks"] is not None]
-        if in_blocks:
-            raise ValueError(
-                f"the checkpoint has separate blocks for {AND.join(in_blocks)}, but the optimizers "
-                "here are a single list. Wrap each optimizer separately, as saved."
-            )
-        return matches
-    places: list[tuple[int, int | None]] = []
-    for number, meta in enumerate(saved):
-        size = len(meta["class"].split(AND))
-        if size == 1:
-            places.append((number, None))
-        else:
-            places += [(number, part) for part in range(size)]
-    if len(places) != len(here):
-        return None
-    return [SavedOptimizer(*pair, *place) for pair, place in zip(pairs, places, strict=True)]
-
-
 def decode_dict(what: str, meta: Json, get: GetTensor) -> dict[str, Any]:
     value = decode(meta, get)
     if not isinstance(value, dict):
@@ -241,8 +174,17 @@ def group_names(optimizer: Optimizer, names: ModelNames | None) -> list[list[str
     return result
 
 
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+def is_elementwise(part: OptimizerStatePart, entry: str, value: Tensor) -> bool:
+    # `step` is a single number, also for a parameter with a single element.
+    return value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
+
+
+def entry_parts(
+    part: OptimizerStatePart, entry: str, value: Tensor, savers: Savers = ALONE
+) -> TensorParts:
+    if part.start is not None and is_elementwise(part, entry, value):
+        return TensorParts.from_flat(value, part.param, part.start, savers.everyone)
+    return to_parts(value, savers)
 
 
 # -- save ------------------------------------------------------------------------------------------
@@ -278,7 +220,7 @@ def collect_optimizer(
     blocks: Json = None
     if layers.blocks is not None:
         # Under `root`, not `prefix`: all replicas share the outer state.
-        by_id = dict(zip(map(id, _params_of(inner)), flat_names, strict=True))
+        by_id = dict(zip(map(id, params_of(inner.param_groups)), flat_names, strict=True))
         blocks = collect_blocks(layers.blocks, by_id, root, replica, contents)
         contents.own[f"{OWN}layout.{number}"] = to_bytes(replica.layout)
     if not replica.leads:
@@ -359,237 +301,13 @@ def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, objec
     return found
 
 
-# -- load ------------------------------------------------------------------------------------------
-
-
-class OptimizerLoader:
-    """Loads a saved state into an optimizer.
-
-    The constructor checks that the state fits and allocates memory. Then fill `targets`, call
-    `load` to pass the state to the optimizer, and `finish` for the rule and blocks around it.
-    """
-
-    def __init__(
-        self,
-        saved: SavedOptimizer,
-        names: ModelNames | None,
-        reader: Reader,
-        own: Mapping[str, Tensor],
-    ) -> None:
-        layers = OptimizerLayers.of(saved.optimizer)
-        self.inner = layers.inner
-        self.targets: dict[str, TensorParts] = {}
-        self._layers = layers
-        self._to_begin = saved.to_begin
-        self._reader = reader
-        self._get = reader.read_once
-        root = f"optimizer.{saved.number}"
-        self._meta = reader.commit.optimizers[saved.number]
-        replica = Replica(saved.replica.number % max(1, self._meta["replicas"]))
-        prefix = replica.key_prefix(root)
-        if replica.number:  # the commit describes the first replica
-            of_replica = from_bytes(reader.read_whole(f"{prefix}/meta"))
-            check_form(of_replica, ReplicaMeta)
-            self._meta = {**self._meta, **of_replica}
-        self._other = decode_dict("rest of an optimizer", self._meta["other"], self._get)
-        state = saved_state(reader.tensors, prefix, self._meta["groups"], self._get)
-        if saved.part is not None:
-            self._take_part(saved.part)
-        groups = group_names(self.inner, names)
-        self._flat_names = list(chain.from_iterable(groups))
-        # A tied parameter may be saved under a different name.
-        self._aliases: dict[str, str] = {}
-        if names is not None:
-            for name in self._flat_names:
-                self._aliases |= dict.fromkeys(names.all_of(name), name)
-        self._saved_names: dict[str, str] = {}  # by the name in this run
-        self._check_class_and_groups(groups)
-        self._state = {self._aliases.get(name, name): state[name] for name in state}
-        self._options = self._merge_options()
-        self._common = self._other.pop("state", {})
-        if not isinstance(self._common, dict):
-            raise ValueError(f"the saved common state must be a dict, got {self._common!r:.80}.")
-        self._scaling: object = None
-        if layers.rule is not None:
-            self._scaling = self._parse_rule(layers.rule)
-        self._counters: dict[str, Any] | None = None  # counters of blocks, if saved
-        self._unsaved: list[Tensor] = []  # parameters without a saved anchor
-        layout = own.get(f"{OWN}layout.{saved.number}")
-        here = to_bytes(saved.replica.layout)
-        self._same_layout = layout is not None and layout.tolist() == here.tolist()
-        # A worker that joined a running crew has the crew's anchor and counters, which are newer.
-        self._loads_blocks = layers.blocks is not None and layers.blocks.received_steps is None
-        if layers.blocks is not None and self._loads_blocks:
-            self._prepare_blocks(layers.blocks, root, replica)
-        parts, self._packed = state_parts(self.inner, include_empty=True)
-        self._to_load = [(part, self._allocate_entries(part)) for part in parts]
-        named = [(self._flat_names[part.index], part, state) for part, state in self._to_load]
-        #: Whether `load` cannot fail. Otherwise everything is copied first.
-        self.is_sure = check_continues(self.inner, self._options, named)
-
-    def step_of_run(self, saved: int) -> int:
-        blocks = self._layers.blocks
-        counters = self._meta["blocks"]
-        if blocks is None or blocks.received_steps is None or not isinstance(counters, Mapping):
-            return saved
-        # Only if the saved step is the count of the blocks, not for example a number of epochs.
-        return blocks.received_steps if counters.get("steps") == saved else saved
-
-    def _take_part(self, part: int) -> None:
-        several = self._other[SEVERAL]
-        first = sum(len(each["groups"]) for each in several[:part])
-        own = several[part]
-        groups = self._meta["groups"][first : first + len(own["groups"])]
-        self._meta = {**self._meta, "class": own["class"], "groups": groups}
-        self._other = {**own["other"], "state": own["state"]}
-
-    def _check_class_and_groups(self, groups: Sequence[Sequence[str]]) -> None:
-        here = self._layers.class_name
-        saved = self._meta["groups"]
-        if here != self._meta["class"]:
-            raise ValueError(
-                f"the checkpoint has the state of {self._meta['class']}, but the optimizer here is "
-                f"{here}. Create the optimizer that was saved."
-            )
-        if len(saved) != len(groups):
-            raise ValueError(
-                f"the checkpoint has {len(saved)} parameter groups, but the optimizer here has "
-                f"{len(groups)}. Create the same groups."
-            )
-        for number, (members, group) in enumerate(zip(groups, saved, strict=True)):
-            own = {self._aliases.get(name, name): name for name in group["names"]}
-            self._saved_names |= own
-            # Compared as sets: the order within a group may differ.
-            if own.keys() != set(members):
-                only_here = sorted(set(members) - own.keys())
-                only_saved = sorted(own.keys() - set(members))
-                raise ValueError(
-                    f"the parameters of group {number} differ from the checkpoint: only here "
-                    f"{list_names(only_here)}; only in the checkpoint {list_names(only_saved)}."
-                )
-
-    def _merge_options(self) -> list[dict[str, object]]:
-        result = []
-        loaded = saved_options(self._meta["groups"], self._get)
-        for group, saved in zip(self.inner.param_groups, loaded, strict=True):
-            here = options_of(group)
-            kept = {name: here[name] for name in KEPT_OPTIONS if name in here}
-            # Options that the saved run's torch did not have stay unchanged.
-            result.append({**here, **saved, **kept})
-        return result
-
-    def _parse_rule(self, rule: RuleParts) -> object:
-        """Return the saved rule's state, checked, with gradients in this optimizer's order."""
-        meta = self._meta["rule"]
-        if meta is None:
-            name = type(rule).__name__
-            raise ValueError(
-                f"the checkpoint was saved without a scaling rule, but {name} wraps the optimizer "
-                f"here. To add a rule, load the checkpoint before wrapping in {name}."
-            )
-        state = saved_rule(meta, self._get)
-        by_name = {self._aliases.get(name, name): grad for name, grad in state["previous"].items()}
-        state["previous"] = []
-        if by_name:
-            state["previous"] = [by_name.get(name) for name in self._flat_names]
-        return rule.check_scaling_state(state)
-
-    def _allocate_entries(self, part: OptimizerStatePart) -> dict[str, object]:
-        result: dict[str, object] = {}
-        name = self._flat_names[part.index]
-        for entry, meta in self._state.get(name, {}).items():
-            key = tensor_key(meta)
-            if key is None:
-                result[entry] = decode(meta, self._get)
-                continue
-            stored = self._reader.tensors[key]
-            if stored.shape != tuple(part.param.shape):
-                self._reader.check_claim(key)
-            if entry != EXACT_ENTRY:
-                # The parameter in the checkpoint, if the model was saved.
-                own = self._reader.tensors.get(f"model/{self._saved_names[name]}")
-                result[entry], target = allocate_target(part, entry, stored, own)
-            elif part.exact is not None:
-                target = entry_parts(part, entry, part.exact)
-            else:  # without rounded parameters, exact parameters are not used
-                continue
-            self.targets[key] = target.merge(self.targets.get(key))
-        return result
-
-    def load(self) -> None:
-        """Pass the filled targets to the optimizer's `load_state_dict`, which may be user code."""
-        state = dict(self._common)
-        for_later = {}
-        for part, entries in self._to_load:
-            if not entries:
-                continue
-            if part.number is None:  # frozen, so not in the sharded optimizer
-                for_later[part.index] = entries
-            else:
-                state[part.number] = entries
-        groups = []
-        for group, loaded in zip(self._packed["param_groups"], self._options, strict=True):
-            groups.append({**group, **loaded})
-        packed = {**self._packed, **self._other, "state": state, "param_groups": groups}
-        holder = self.inner
-        sharded = self._layers.sharded
-        with explain_refusal(self._layers.class_name):
-            if sharded is None:
-                holder.load_state_dict(packed)
-            else:
-                # Not `load_state_dict`, which expects the state of all ranks.
-                sharded.load_parts(packed, for_later, self._options)
-                holder = sharded.optim
-        params = _params_of(holder)
-        for part, entries in self._to_load:
-            if entries and part.number is not None:
-                restore_types(holder.state[params[part.number]], entries)
-
-    def _prepare_blocks(self, blocks: BlocksParts, root: str, replica: Replica) -> None:
-        """Check that a saved outer state fits. The anchor and memories are the targets."""
-        # Filled in place: no other code writes to these tensors between two steps.
-        self._counters = blocks.check_counters(decode(self._meta["blocks"], self._get))
-        if self._counters is None:
-            return
-        memories = self._counters["memories"]
-        if memories != blocks.memories:
-            raise ValueError(
-                f"the checkpoint's outer step has {memories} memories, but the outer step here has "
-                f"{blocks.memories}. Use the outer step that was saved."
-            )
-        names = dict(zip(map(id, _params_of(self.inner)), self._flat_names, strict=True))
-        for part in blocks.outer_parts():
-            name = self._saved_names[names[id(part.param)]]
-            # Frozen in the saved run, or saved by a single worker.
-            if f"{root}/blocks.anchor/{name}" not in self._reader.tensors:
-                self._unsaved.append(part.param)
-                continue
-            for entry, key, slices in _outer_slices(part, name, root, replica):
-                if entry != RESIDUAL or self._same_layout:
-                    self.targets[key] = slices
-
-    def finish(self) -> None:
-        """Load rules and blocks around the optimizer. Parameters must be filled."""
-        layers = self._layers
-        if self._to_begin is not None and self._to_begin.received_steps is None:
-            self._to_begin.begin()
-        if layers.rule is not None:
-            layers.rule.take_scaling_state(self._scaling)
-        if layers.blocks is None or not self._loads_blocks:
-            return
-        if self._counters is None:
-            layers.blocks.begin()  # the anchor becomes the parameters, without outer momentum
-        else:
-            layers.blocks.load_counters(self._counters, self._unsaved, residuals=self._same_layout)
-
-
 # -- blocks ----------------------------------------------------------------------------------------
 # All replicas share the outer state: anchor and memories. Each slice is saved once. A codec's
 # residual belongs to ranks that round and average together. It loads if the rank's slices have not
 # changed; otherwise it starts at zero.
 
 
-def _outer_slices(
+def outer_slices(
     part: StatePart, name: str, root: str, replica: Replica
 ) -> Iterator[tuple[str, str, TensorParts]]:
     for entry, values in part.entries.items():
@@ -603,7 +321,7 @@ def collect_blocks(
 ) -> Json:
     """Add this rank's slices of the outer state. Return the common counters as JSON."""
     for part in blocks.outer_parts():
-        for entry, key, slices in _outer_slices(part, names[id(part.param)], root, replica):
+        for entry, key, slices in outer_slices(part, names[id(part.param)], root, replica):
             if entry != RESIDUAL:
                 slices.holders = Holders(replica.count, replica.number, "replicas")
             contents.add(key, slices)

@@ -11,7 +11,7 @@ If a step fails on any rank, every rank raises and undoes the hand-over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -28,22 +28,10 @@ from manyhands._tensors.random_state import check_random_state, set_random_state
 from manyhands.checkpoint._commit import check_form
 from manyhands.checkpoint._folder import Folder
 from manyhands.checkpoint._format import RANDOM, ModelMeta, StateMeta
-from manyhands.checkpoint._handover import (
-    ForeignState,
-    ForeignStates,
-    take_snapshot,
-)
-from manyhands.checkpoint._model import (
-    find_names,
-    list_names,
-    match_model,
-)
-from manyhands.checkpoint._optimizer import (
-    OptimizerLoader,
-    Replica,
-    match_saved,
-    prepare_to_load,
-)
+from manyhands.checkpoint._handover import ForeignState, ForeignStates
+from manyhands.checkpoint._model import find_names, list_names, match_model
+from manyhands.checkpoint._optimizer import Replica, prepare_to_load
+from manyhands.checkpoint._optimizer_loader import OptimizerLoader
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import Savers, StoredSlice, TensorParts, find_reads
 from manyhands.checkpoint._values import (
@@ -141,7 +129,6 @@ class RunLoader:
         self._targets: dict[str, TensorParts] = {}
         self._foreign_states = ForeignStates()
         self._optimizers: list[OptimizerLoader] = []
-        self._restore_optimizers: Callable[[], None] | None = None
         self._random: dict[str, Tensor] = {}
         commit = reader.commit
         own: dict[str, Tensor] = {}  # tensors of the saved rank with this number
@@ -165,11 +152,10 @@ class RunLoader:
                 raise ValueError("the checkpoint was saved without model=. Load it without model=.")
             self._add_model(*match_model(names, commit.model, "model", reader))
         if run.optimizers:
-            matches = match_saved(run.optimizers, replicas, commit.optimizers)
-            if matches is None:
+            if len(run.optimizers) != len(commit.optimizers):
                 raise _wrong_number("optimizer", len(run.optimizers), len(commit.optimizers))
-            for match in matches:
-                self._optimizers.append(OptimizerLoader(match, names, reader, own))
+            for number, (each, replica) in enumerate(zip(run.optimizers, replicas, strict=True)):
+                self._optimizers.append(OptimizerLoader(number, each, replica, names, reader, own))
         for loader in self._optimizers:
             self._targets |= loader.targets
             if commit.step is not None:
@@ -240,24 +226,20 @@ class RunLoader:
     def load_foreign_states(self) -> None:
         """Load states through foreign code, while model and optimizer are unchanged."""
         self._foreign_states.apply()
-        # Copies cost memory, and are only needed if an optimizer may refuse its state.
-        if not all(each.is_sure for each in self._optimizers):
-            inner = [each.inner for each in self._optimizers]
-            self._restore_optimizers = take_snapshot(inner, self._targets.values())
 
     def fill(self) -> None:
         """Read the slices, and pass the filled state to the optimizers."""
         try:
             for each in self._slices:
                 self._reader.read(*each)
+            for optimizer in self._optimizers:
+                optimizer.load()
         except (OSError, ValueError) as error:
             # The only failure that cannot be undone: this would need a copy of the model.
             raise RuntimeError(
-                f"{self._reader.path} was verified, but a second read failed: {error} The model "
-                "and the optimizer are now partially loaded."
+                f"{self._reader.path} was verified, but the load failed: {error} The model and the "
+                "optimizer are now partially loaded."
             ) from error
-        for optimizer in self._optimizers:
-            optimizer.load()
 
     def finish(self) -> None:
         """Load rules, blocks and random generators. These steps cannot fail."""
@@ -268,8 +250,6 @@ class RunLoader:
             set_random_state(self._random)
 
     def undo(self) -> None:
-        if self._restore_optimizers is not None:
-            self._restore_optimizers()
         self._foreign_states.undo()
 
 

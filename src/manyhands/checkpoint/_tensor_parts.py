@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from manyhands._optimizers.state_parts import OptimizerStatePart
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.flat import is_dtensor, local_shard, order_of_dims
 
@@ -485,58 +484,9 @@ def check_can_hold(name: str, dtype: torch.dtype) -> None:
         )
 
 
-# -- entries of an optimizer's state ---------------------------------------------------------------
-
-
-def is_elementwise(part: OptimizerStatePart, entry: str, value: Tensor) -> bool:
-    # `step` is a single number, also for a parameter with a single element.
-    return value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
-
-
-def entry_parts(
-    part: OptimizerStatePart, entry: str, value: Tensor, savers: Savers = ALONE
-) -> TensorParts:
-    if part.start is not None and is_elementwise(part, entry, value):
-        return TensorParts.from_flat(value, part.param, part.start, savers.everyone)
-    return to_parts(value, savers)
-
-
 def to_parts(tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
     if is_dtensor(tensor):
         return TensorParts.of_dtensor(tensor, savers)
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"a tensor of layout {tensor.layout} cannot be saved. Convert it to dense.")
     return TensorParts.whole(tensor, savers)
-
-
-def allocate_target(
-    part: OptimizerStatePart, entry: str, stored: StoredTensor, own: StoredTensor | None
-) -> tuple[Tensor, TensorParts]:
-    """Return a tensor to fill with a saved entry, and its slices. `own`: the saved parameter."""
-    param = part.param
-    like = part.like
-    shape = torch.Size(stored.shape)
-    dtype = stored.torch_dtype
-    now = part.entries.get(entry)
-    if shape != param.shape or (shape == () and entry == "step"):
-        if not (isinstance(now, Tensor) and (now.shape, now.dtype) == (shape, dtype)):
-            # As in torch's optimizers, `step` is on the CPU: reading it must not wait for the GPU.
-            device = "cpu" if entry == "step" else param.device
-            now = torch.empty(shape, dtype=dtype, device=device)
-        return now, to_parts(now)
-    # State in the parameter's type is converted with the parameter, as in torch's loading.
-    if own is not None and dtype == own.torch_dtype:
-        dtype = like.dtype
-    if not (isinstance(now, Tensor) and now.dtype == dtype and _has_same_layout(now, like)):
-        now = torch.empty_like(like.detach(), dtype=dtype)
-    if part.start is not None:
-        return now, TensorParts.from_flat(now, param, part.start)
-    return now, to_parts(now)
-
-
-def _has_same_layout(now: Tensor, like: Tensor) -> bool:
-    if now.shape != like.shape or is_dtensor(now) != is_dtensor(like):
-        return False
-    if is_dtensor(now):
-        return now.placements == like.placements  # type: ignore[attr-defined]
-    return now.device == like.device and order_of_dims(now) == order_of_dims(like)

@@ -13,13 +13,11 @@ collectives. Only rank 0's work grows with the number of ranks: it reads a recei
 from __future__ import annotations
 
 import atexit
-import errno
 import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,6 @@ from manyhands.checkpoint._tensor_parts import (
 )
 from manyhands.checkpoint._values import RunObjects, check_scheduler, check_value, encode, escape
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 VISIBLE_AFTER = 3.0  # seconds until a network file system shows a new file
 CALL_TIMEOUT = 1800.0  # seconds for all ranks to call mh.save, if the group has no timeout
 SAY_AFTER = 40.0  # seconds after which a waiting rank warns
@@ -202,22 +199,8 @@ class Save:
 
     def _write_file(self) -> list[int]:
         entries = [entry for entry, _ in reversed(self._to_write)]
-        sink = self.folder.create(self.name, file_name(self.messages.rank, self.token))
-        with self._explain_no_room(sum(entry.nbytes for entry in entries)), sink as file:
+        with self.folder.create(self.name, file_name(self.messages.rank, self.token)) as file:
             return _format.write(file, entries, lambda _: self._to_write.pop()[1])
-
-    @contextmanager
-    def _explain_no_room(self, needed: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            raise OSError(
-                f"the checkpoint does not fit into {self.folder.path} (the disk is full, or a "
-                f"quota or file limit is reached): this rank writes {needed:,} bytes. Earlier "
-                "checkpoints are unchanged."
-            ) from error
 
     def _publish(self, receipt: dict[str, Any]) -> list[str]:
         """Complete the checkpoint on rank 0. Return the error if this fails."""
@@ -264,9 +247,7 @@ class Save:
             table=table,
             **self._described,
         )
-        text = commit.to_text().encode()
-        with self._explain_no_room(len(text)):
-            self.folder.publish(self.name, self.token, text)
+        self.folder.publish(self.name, self.token, commit.to_text().encode())
 
     def _is_published(self) -> bool:
         first = file_name(0, self.token)
@@ -391,7 +372,6 @@ class SaveMessages:
         for rank in range(first, self.size):
             if not (self._box.has(f"receipt/{rank}") or self._box.has(f"alive/{rank}")):
                 absent.append(rank)
-        self._box.put("absent", name_ranks(absent) if absent else "")
         if absent:
             self._miss(absent)
         else:
@@ -424,12 +404,10 @@ class SaveMessages:
 
     def _check_rank_0(self) -> None:
         """Check that rank 0 lives. Rank 0 decides for all ranks when to give up."""
-        if not self._box.has("begun"):
+        if self._box.has("begun"):
+            self._check_alive(0)
+        else:
             self._miss([0])
-            return
-        if absent := self._box.read("absent"):
-            self._warn_of(absent)
-        self._check_alive(0)
 
     def _prepare_next(self, failed: list[str], token: str) -> None:
         self._use(token)
@@ -444,19 +422,15 @@ class SaveMessages:
         """Raise RuntimeError if a rank has ended or sends no heartbeats."""
         count = int(self._box.read(f"alive/{rank}") or 0)
         self._monitor.observe({f"{self.token}/{rank}": count}, time.monotonic())
-        ended = False
-        if self._presence.may_look():
-            ended = bool(self._presence.find_ended([self.savers.ranks[rank]]))
-        if ended:
-            problem = f"rank {rank} has ended while it saved."
-        elif self._monitor.silent:
-            problem = (
-                f"rank {rank} has sent no heartbeat for {SILENCE:g} s while it saved. Check "
-                "whether its process has ended."
+        problem = ""
+        if self._monitor.silent:
+            problem = f"has sent no heartbeat for {SILENCE:g} s while it saved. Check its process."
+        if self._presence.may_look() and self._presence.find_ended([self.savers.ranks[rank]]):
+            problem = "has ended while it saved."
+        if problem:
+            raise RuntimeError(
+                f"rank {rank} {problem} This checkpoint is discarded; earlier ones are unchanged."
             )
-        else:
-            return
-        raise RuntimeError(f"{problem} This checkpoint is discarded; earlier ones are unchanged.")
 
     def _miss(self, absent: Sequence[int]) -> None:
         """Raise if absent ranks have ended or waiting took too long. Otherwise warn once."""
@@ -466,17 +440,14 @@ class SaveMessages:
             reason = self._presence.why_absent([self.savers.ranks[rank] for rank in absent])
             if reason:
                 raise RuntimeError(f"{text} {reason}. {EVERYWHERE}")
-        if time.monotonic() - self._began > self._patience:
-            raise RuntimeError(f"{text} {names} not within {self._patience:g} s. {EVERYWHERE}")
-        self._warn_of(names)
-
-    def _warn_of(self, names: str) -> None:
         waited = time.monotonic() - self._began
+        if waited > self._patience:
+            raise RuntimeError(f"{text} {names} not within {self._patience:g} s. {EVERYWHERE}")
         if waited > SAY_AFTER and not self._warned:
             self._warned = True
             warn(
-                f"rank {self.rank} has called mh.save, and {names} not for {waited:.0f} s. "
-                f"{EVERYWHERE} (This rank waits for a total of {self._patience:g} s.)"
+                f"{text} {names} not for {waited:.0f} s. {EVERYWHERE} (This rank waits for a total "
+                f"of {self._patience:g} s.)"
             )
 
     def _use(self, token: str) -> None:

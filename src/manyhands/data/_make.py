@@ -9,13 +9,11 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from manyhands._arguments import explained
 from manyhands.data._cursor import MapCursor
 from manyhands.data._rules import Arguments, MapDataset, check_dataset
 from manyhands.data._stream import Stream, StreamCursor
 
 
-@explained
 def Cursor(
     dataset: MapDataset | Stream,
     batch_size: int | None = None,

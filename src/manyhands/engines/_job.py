@@ -44,8 +44,6 @@ def start(
     *,
     checkpoints: str | os.PathLike[str] = "run",
     process_group: bool = True,
-    stop_file: str | os.PathLike[str] | None = None,
-    signals: Sequence[int] | None = None,
 ) -> Job:
     """Join the other ranks of this run under any engine, and return the job.
 
@@ -60,7 +58,8 @@ def start(
     >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     >>> torch.distributed.destroy_process_group()
 
-    After this call the process listens for the engine's stop notice: see `stopping`.
+    After this call the process listens for the engine's stop notice: see `stopping`. Under Slurm,
+    SIGUSR1 is a notice in addition to SIGTERM, and under submitit SIGUSR2.
 
     Args:
         backend: as for `torch.distributed.init_process_group`. Default: gloo, and also nccl on a
@@ -69,13 +68,9 @@ def start(
             in Ray's storage.
         process_group: False does not create a process group. `start` then only sets the variables
             that `init_process_group` reads (RANK, WORLD_SIZE, MASTER_ADDR, ...).
-        stop_file: a file that asks this process to stop once it exists. Default: the file named by
-            MANYHANDS_STOP_FILE.
-        signals: the signals that ask this process to stop. Default: SIGTERM, under Slurm also
-            SIGUSR1, and under submitit also SIGUSR2.
     """
     folder = to_path(checkpoints)
-    listener.start(signals, None if stop_file is None else os.fspath(stop_file))
+    listener.start()
     if _ray.is_ray_worker():
         place = Place("ray", *_ray.place_of_ray())
         if _ray.notice_of_ray not in stop_notice.sources:

@@ -15,7 +15,6 @@ Ray creates the process group before it calls the training function; `mh.start` 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -79,14 +78,6 @@ def report_checkpoint(path: Path, metrics: dict[str, object]) -> None:
     )
 
 
-_left = threading.Event()  # set while the training function waits for Ray
-
-
-def has_left() -> bool:
-    return _left.is_set()
-
-
 def wait_for_the_end() -> NoReturn:
-    _left.set()
     while True:
         time.sleep(1.0)

@@ -5,7 +5,7 @@
     SIGTERM          torchrun, `manyhands run`, Slurm, Kubernetes, systemd, most other engines
     SIGUSR1          Slurm, if a job requests it: `--signal=USR1@120`
     SIGUSR2          submitit
-    a file           MANYHANDS_STOP_FILE, or `mh.start(stop_file=...)`
+    a file           MANYHANDS_STOP_FILE
     Ray's draining   `_ray.py`
 
 A signal handler only records the signal, for the training loop to read at the end of a step.
@@ -41,7 +41,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -72,29 +72,23 @@ class Listener:
     def __init__(self) -> None:
         self.earlier: dict[int, Handler] = {}
         self._files: set[Path] = set()
-        self._chosen = False  # whether the script chose the signals
         self._listens = False
         self._hooked = False
         self._hang_watch: HangWatch | None = None
 
-    def start(self, numbers: Iterable[int] | None = None, file: str | None = None) -> None:
-        # Default: the engine's signals.
-        if self._listens and numbers is None and file is None:  # called in every step
+    def start(self) -> None:
+        if self._listens:  # called in every step
             return
         stop_notice.grace = number_in(os.environ, GRACE_VARIABLE, float, 0.0) or stop_notice.grace
-        file = file or os.environ.get(STOP_FILE_VARIABLE)
+        file = os.environ.get(STOP_FILE_VARIABLE)
         if file and (path := Path(file).absolute()) not in self._files:
             self._files.add(path)
             stop_notice.sources.append(lambda: str(path) if path.exists() else "")
         # Python allows handlers only in the main thread. Ray trains in a different thread.
         if threading.current_thread() is not threading.main_thread():
             return
-        if numbers is None:
-            numbers = [] if self._chosen else _signals_of_engine()
-        else:
-            self._chosen = True
         self._listens = True
-        for number in numbers:
+        for number in _signals_of_engine():
             if number not in self.earlier:
                 # First, because a signal may arrive between the two lines.
                 self.earlier[number] = signal.getsignal(number)
@@ -115,7 +109,6 @@ class Listener:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self.earlier.clear()
         self._files.clear()
-        self._chosen = False
         self._listens = False
         if self._hang_watch is not None:
             self._hang_watch.end()

@@ -1,11 +1,10 @@
 """Integrations with the training loops of other libraries.
 
 accelerate.py    Accelerate: `prepare`, `RuleState`
-lightning/       Lightning: callbacks for rules and `Ramp`, strategies for sharding and blocks
-ray.py           Ray: `CrewStore`, `SaveBeforeResize`
+lightning/       Lightning: a callback for rules, strategies for sharding and blocks
+ray.py           Ray: `CrewStore`
 transformers.py  the Hugging Face Trainer: `attach`, `use_cursor`
 _trainer_cursor.py  the Trainer's data: `use_cursor`
-_full_state.py   optimizer state under FullyShardedDataParallel, gathered and loaded
 
 Importing `manyhands` imports no integration. `_optimizers/foreign.py` imports the integration of a
 library in `PREPARES` when it finds an object of that library.

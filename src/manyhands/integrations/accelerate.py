@@ -8,14 +8,14 @@ Accelerate wraps every model in `DistributedDataParallel`, which is wrong for so
 `prepare` passes `evaluation_mode=True` for such a model. Accelerate then moves the model to the
 device and applies mixed precision, without DDP.
 
-Saving and loading differ in three cases:
+Saving and loading differ in two cases:
 
     slices of flat tensors        `save_state` and `save_model` omit tensors with shared memory, so
                                   `get_state_dict` copies the parameters of `OSS`
-    FullyShardedDataParallel      `save_state` writes rank 0's optimizer state. The prepared
-                                  optimizer returns the gathered state, and loads shards from it
     blocks                        parameters differ between workers during a block, so a sync round
                                   precedes `save_state`
+
+`save_state` writes rank 0's optimizer state, so it raises an error for FullyShardedDataParallel.
 """
 
 from __future__ import annotations
@@ -25,27 +25,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
 from accelerate.utils.constants import MODEL_NAME, SAFE_MODEL_NAME
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._optimizers.foreign import PreparedOptimizer
-from manyhands._optimizers.modules import (
-    TORCH_WRAPPERS,
-    WRAPPER_NAMES,
-    ModuleWrapper,
-    plain_modules,
-    plain_name,
-)
-from manyhands._optimizers.state_parts import OptimizerLayers
-from manyhands._optimizers.wrappers import find_layer, params_of
+from manyhands._optimizers.modules import ModuleWrapper
+from manyhands._optimizers.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
-from manyhands.integrations._full_state import full_state, load_full_state
+from manyhands.checkpoint.weights import load_weights
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel
@@ -78,8 +69,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
 
     Models that average gradients, and models trained in blocks, are not wrapped in
     `DistributedDataParallel`. Pass blocks together with the model. `accelerator.save_state` and
-    `load_state` also support parameters in flat memory, and gather the state of a
-    `FullyShardedDataParallel`. Files have the format of the plain model and optimizer.
+    `load_state` also support parameters in flat memory. Files have the format of the plain model
+    and optimizer. Save a `FullyShardedDataParallel` with `manyhands.save` instead.
 
     Args:
         accelerator: the `Accelerator`.
@@ -99,12 +90,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
         )
         get = accelerator.get_state_dict
         accelerator.get_state_dict = lambda *a, **k: _copy_slices(get(*a, **k))
-    prepared = accelerator.prepare(*objects)
-    for optimizer in accelerator._optimizers:
-        root = _root_of(optimizer, accelerator._models)
-        if root is not None and not hasattr(optimizer, GATHERS):
-            _gather_state_of(optimizer, root)
-    return prepared
+    return accelerator.prepare(*objects)
 
 
 def prepare_without_ddp(accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -219,7 +205,7 @@ def _as_accelerate_saves(
     accelerator: Accelerator, models: list[nn.Module], weights: list[dict[str, Any]], folder: str
 ) -> None:
     """Synchronize blocks before Accelerate writes the parameters of rank 0."""
-    _check_gathers(accelerator, "save")
+    _check_complete(models, "save")
     synchronized = False
     for optimizer in accelerator._optimizers:
         blocks = find_layer(optimizer, Blocks)
@@ -233,78 +219,22 @@ def _as_accelerate_saves(
 
 def _as_accelerate_loads(accelerator: Accelerator, models: list[nn.Module], folder: str) -> None:
     """Load the models instead of Accelerate, which rejects parameters in flat memory."""
-    _check_gathers(accelerator, "load")
+    _check_complete(models, "load")
     for number, model in enumerate(models):
-        _load_weights(model, _read_weights(Path(folder), f"_{number}" if number else ""))
+        ending = f"_{number}" if number else ""
+        file = Path(folder, f"{SAFE_MODEL_NAME}{ending}.safetensors")
+        if not file.exists():
+            file = Path(folder, f"{MODEL_NAME}{ending}.bin")
+        load_weights(model, file)
     models.clear()  # Accelerate loads the remaining models
 
 
-def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load a state dict with a single name per tied tensor."""
-    tensors = {}
-    for prefix, module in plain_modules(model):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            tensors[f"{prefix}{name}"] = id(tensor)
-    in_ddp = any(isinstance(each, TORCH_WRAPPERS) for each in model.modules())
-
-    def tensor_of(name: str) -> int | None:
-        plain = plain_name(name, WRAPPER_NAMES)
-        return tensors.get(plain.removeprefix("module.") if in_ddp else plain)
-
-    result = model.load_state_dict(weights, strict=False)
-    loaded = set(map(tensor_of, weights)) - {None}
-    missing = set(map(tensor_of, result.missing_keys))
-    if not missing <= loaded or result.unexpected_keys:
-        model.load_state_dict(weights)  # raises torch's error with the names
-
-
-def _read_weights(folder: Path, ending: str) -> Mapping[str, Tensor]:
-    safe = folder / f"{SAFE_MODEL_NAME}{ending}.safetensors"
-    weights: Mapping[str, Tensor]
-    if safe.exists():
-        weights = load_file(safe)
-    else:
-        weights = torch.load(folder / f"{MODEL_NAME}{ending}.bin", "cpu", weights_only=True)
-    return weights
-
-
-def _check_gathers(accelerator: Accelerator, action: str) -> None:
-    """Raise if an optimizer's `state_dict` returns only this rank's shards."""
-    for optimizer in accelerator._optimizers:
-        if _root_of(optimizer, accelerator._models) is None:
-            continue
-        if not hasattr(optimizer, GATHERS) or accelerator.project_configuration.save_on_each_node:
+def _check_complete(models: list[nn.Module], action: str) -> None:
+    """Raise if rank 0 has only shards of an optimizer's state."""
+    for model in models:
+        if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
             raise RuntimeError(
                 f"accelerator.{action}_state() uses the state of rank 0, but the state of a "
-                "FullyShardedDataParallel is sharded. To gather the state, prepare model and "
-                "optimizer with manyhands.integrations.accelerate.prepare before wrapping them in "
-                "a rule, without blocks and save_on_each_node. Otherwise write "
-                f"mh.{action}(path, model=model, optimizer=optimizer) on every rank."
+                f"FullyShardedDataParallel is sharded. Write mh.{action}(path, model=model, "
+                "optimizer=optimizer) on every rank."
             )
-
-
-def _root_of(optimizer: Optimizer, models: list[nn.Module]) -> FullyShardedDataParallel | None:
-    own = set(map(id, params_of(optimizer.param_groups)))
-    for model in models:
-        for module in model.modules():  # outermost first
-            if not isinstance(module, FullyShardedDataParallel):
-                continue
-            if not own.isdisjoint(map(id, module.parameters())):
-                return module
-    return None
-
-
-GATHERS = "_manyhands_gathers"  # attribute of a prepared optimizer with a gathered `state_dict`
-
-
-def _gather_state_of(prepared: Any, root: FullyShardedDataParallel) -> None:
-    """Replace `state_dict` and `load_state_dict` of a prepared optimizer: gather the state.
-
-    A rule that wraps this optimizer later adds the rule's state.
-    """
-    in_blocks = OptimizerLayers.of(prepared.optimizer).blocks is not None
-    if in_blocks or "state_dict" in prepared.__dict__:  # replaced by a rule
-        return
-    prepared.state_dict = partial(full_state, root, prepared.optimizer)
-    prepared.load_state_dict = partial(load_full_state, root, prepared.optimizer)
-    setattr(prepared, GATHERS, True)

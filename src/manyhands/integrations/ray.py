@@ -1,36 +1,21 @@
-"""A crew's store in a Ray actor, and a save before Ray Train changes the number of workers.
+"""A crew's store in a Ray actor.
 
-The driver, which starts the training, uses these classes. A training function calls only
-`mh.start`, which detects Ray (`engines/_ray.py`).
-
-    CrewStore           hosts the store of a crew in an actor, and provides the environment
-                        variables of each worker, a task or actor of Ray
-    SaveBeforeResize    asks the workers to save before Ray Train ends them to change their number,
-                        so that no steps are repeated
+The driver, which starts the training, uses `CrewStore`. A training function calls only `mh.start`,
+which detects Ray (`engines/_ray.py`).
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
-import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
-from manyhands._arguments import real, whole
-from manyhands._ranks.stop_notice import stop_notice
+from manyhands._arguments import whole
 from manyhands.blocks.crew._store import SECRET_VARIABLE, serve_store
-from manyhands.engines import _ray
 
-__all__ = ["CrewStore", "SaveBeforeResize"]
-
-logger = logging.getLogger(__name__)
-
-POLL = 0.2  # seconds between checks of saving workers
+__all__ = ["CrewStore"]
 
 
 class CrewStore:
@@ -99,73 +84,3 @@ class _Store:
     def address(self) -> str:
         """Return the address of the store as "host:port"."""
         return self._address
-
-
-class SaveBeforeResize(WorkerGroupCallback, ControllerCallback):
-    """Ask the workers to save before Ray Train changes their number.
-
-    >>> from manyhands.integrations.ray import SaveBeforeResize
-    >>> from ray.train import RunConfig
-    >>> run = RunConfig(callbacks=[SaveBeforeResize(seconds=60)])
-
-    With `ScalingConfig(num_workers=(1, 4))`, Ray ends all workers without notice when the cluster
-    has grown, and calls the training function in more workers, which repeat the steps since the
-    last checkpoint. With this callback, `mh.stopping` first returns True, and Ray waits up to
-    `seconds` until all workers have called `job.leave`.
-    """
-
-    def __init__(self, seconds: float = 30.0) -> None:
-        self.seconds = real("seconds", seconds, above=0)
-        self._workers: Any = None  # the worker group, while there is one
-
-    def after_worker_group_start(self, worker_group: Any) -> None:
-        """Store the worker group. Called by Ray."""
-        self._workers = worker_group
-
-    def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
-        """Remove the worker group. Called by Ray."""
-        self._workers = None
-
-    after_worker_group_abort = after_worker_group_shutdown
-
-    # In `before_worker_group_shutdown`, Ray no longer accepts reports of checkpoints.
-    def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
-        """Ask all workers to stop, and wait until they have saved. Called by Ray."""
-        if self._workers is None:
-            return  # start of the run
-        status = self._workers.get_latest_poll_status()
-        if status is None or status.errors or status.finished:
-            return  # the remaining workers cannot save without a failed worker
-        try:
-            problem = self._wait_for_saves()
-        except RayError as error:  # raising it would end the run
-            problem = f"a worker was lost before it saved ({error})"
-        if problem:
-            logger.warning(
-                "SaveBeforeResize: %s. Ray repeats the steps since the last checkpoint.", problem
-            )
-
-    def _wait_for_saves(self) -> str:
-        """Wait until all workers have saved. Return the problem, or an empty text."""
-        self._workers.execute(_give_notice, self.seconds)
-        until = time.monotonic() + self.seconds
-        while time.monotonic() < until:
-            have_left = all(self._workers.execute(_ray.has_left))
-            # A poll also passes reported checkpoints to Ray.
-            status = self._workers.poll_status(timeout=self.seconds)
-            if status.errors:
-                return f"a worker failed before it saved ({status.get_error_string()})"
-            statuses = status.worker_statuses.values()
-            if status.finished or (have_left and not any(s.training_report for s in statuses)):
-                return ""
-            time.sleep(POLL)
-        return (
-            f"the workers have not left within {self.seconds:g} s. Call mh.stopping in every step "
-            "of the training function, and job.save and job.leave after it returns True; or "
-            "increase SaveBeforeResize(seconds=...)"
-        )
-
-
-def _give_notice(seconds: float) -> None:
-    stop_notice.grace = seconds
-    stop_notice.give("Ray changes the number of workers")

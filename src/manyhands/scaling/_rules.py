@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from manyhands._arguments import explained, flag, real
+from manyhands._arguments import flag, real
 from manyhands._optimizers.state_parts import SavedState
 from manyhands._optimizers.wrappers import ParamGroup
 from manyhands.scaling._hooks import PlainNorm
@@ -347,7 +347,6 @@ class LEGWScale(ScalingRuleBase):
     >>> optimizer = mh.LEGWScale(5, 50_000, sgd, batch_size=32, num_gradients_to_accumulate=4)
     """
 
-    @explained
     def __init__(
         self,
         base_warmup_epochs: float,

@@ -59,7 +59,6 @@ from manyhands._ranks.groups import (
 )
 from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands._ranks.ranks import RankGroup
-from manyhands._ranks.stop_notice import stop_notice
 from manyhands._warn import warn
 from manyhands.blocks.crew._enrollment import (
     NO_FACTS,
@@ -142,7 +141,6 @@ class Crew:
         self._connection: StoreConnection | None = None
         if self.store:
             parse_address(self.store)  # raises if malformed
-            stop_notice.in_crew = True
             if number is None and not os.environ.get("MANYHANDS_WORKER"):
                 raise ValueError(
                     "a worker of a crew needs a unique number, and got none. Set MANYHANDS_WORKER "

@@ -100,9 +100,9 @@ def match_weights(
             match.missing.append(name)
             continue
         where = f"{name!r} of {weights.where}"
-        get = module.get_extra_state
-        put = module.set_extra_state
-        match.extras.states.append(ForeignState(where, get, put, stored[rename(name)]))
+        value = _read_value(stored[rename(name)])
+        state = ForeignState(where, module.get_extra_state, module.set_extra_state, value)
+        match.extras.states.append(state)
     # The error of torch's `load_state_dict`.
     if strict:
         for words, keys in (("Unexpected", match.unexpected), ("Missing", match.missing)):
@@ -124,6 +124,15 @@ def match_weights(
             "accelerate.init_empty_weights()."
         )
     return match
+
+
+def _read_value(stored: object) -> object:
+    """Return a full tensor of the source, or any other value."""
+    if not isinstance(stored, Weight):
+        return stored
+    tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+    stored.read((0,) * tensor.dim(), tensor)
+    return tensor
 
 
 def _by_plain_name(stored: dict[str, Any], names: ModelNames) -> dict[str, Any]:

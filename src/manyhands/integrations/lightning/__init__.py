@@ -1,23 +1,20 @@
-"""Callbacks for rules and `Ramp`, and strategies for sharding and blocks, in Lightning.
+"""A callback for rules, and strategies for sharding and blocks, in Lightning.
 
 _trainer.py     common code: accumulation, checks and clipping
-_callbacks.py   `Scaling`: a rule around the optimizer; `BatchRamp`: `Scaling` with a `Ramp`
-_strategies.py  `OSSStrategy`, `ShardedDDPStrategy`, `FullyShardedStrategy`, `BlocksStrategy`
+_callbacks.py   `Scaling`: a rule around the optimizer
+_strategies.py  `ShardedDDPStrategy`, `FullyShardedStrategy`, `BlocksStrategy`
 """
 
-from manyhands.integrations.lightning._callbacks import BatchRamp, Scaling
+from manyhands.integrations.lightning._callbacks import Scaling
 from manyhands.integrations.lightning._strategies import (
     BlocksStrategy,
     FullyShardedStrategy,
-    OSSStrategy,
     ShardedDDPStrategy,
 )
 
 __all__ = [
-    "BatchRamp",
     "BlocksStrategy",
     "FullyShardedStrategy",
-    "OSSStrategy",
     "Scaling",
     "ShardedDDPStrategy",
 ]

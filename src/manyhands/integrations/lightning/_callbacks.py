@@ -1,4 +1,4 @@
-"""Callbacks that wrap the optimizer of Lightning's Trainer in a scaling rule, and adapt the batch.
+"""A callback that wraps the optimizer of Lightning's Trainer in a scaling rule.
 
 The rule receives these values from the Trainer:
 
@@ -8,16 +8,12 @@ The rule receives these values from the Trainer:
 
 `on_fit_start` replaces the optimizer of `configure_optimizers` by the rule: after the strategy has
 created the optimizers, and before Lightning loads a checkpoint.
-
-`BatchRamp` adds a `Ramp`, which sets the number of batches of the next step. Lightning counts
-`accumulate_grad_batches` from the start of an epoch; `StepPasses` counts from the start of a step.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import SGD, Adam, Optimizer
@@ -35,8 +31,6 @@ from manyhands.integrations.lightning._trainer import (
     replace_clipping,
     restore_clipping,
 )
-from manyhands.ramp import Ramp
-from manyhands.ramp._micro_batches import StepPasses
 from manyhands.scaling._binding import KEY
 from manyhands.scaling._progress import ProgressScheduler, is_by_progress
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -78,9 +72,9 @@ class Scaling(Callback):
     Args:
         rule: a rule's class, or a function of the optimizer and the options that returns a rule.
             Default: `AdaScale` for SGD, Adam and AdamW.
-        by_progress: count `max_steps`, `max_epochs` and schedules in steps of the small batch on a
-            single device. Training ends at this progress, after fewer optimizer steps (and possibly
-            more epochs).
+        by_progress: count `max_steps` and schedules (with `interval="step"`) in steps of the small
+            batch on a single device. Training ends when the progress reaches `max_steps`, after
+            fewer optimizer steps.
         log: whether to log gain, progress and scale after each step.
         options: further arguments of the rule, such as `smoothing`.
     """
@@ -101,9 +95,8 @@ class Scaling(Callback):
         self._steps = 0  # steps of the rule until the last batch
         self._bare: StateDict | None = None  # checkpoint of a bare optimizer, to be loaded
         self._schedules: list[bool] = []  # whether each schedule in the checkpoint follows progress
-        self._end: float | None = None  # the progress at which training ends
-        # Trainer's `max_steps` and `max_epochs`, if progress replaces them
-        self._limits: tuple[int, int | None] | None = None
+        # Trainer's `max_steps`, if it is the progress at which training ends
+        self._end: int | None = None
 
     @property
     def rule(self) -> ScalingRuleBase:
@@ -120,21 +113,19 @@ class Scaling(Callback):
         """Return a rule around this optimizer, for this Trainer. `BlocksStrategy` also calls it."""
         module = trainer.lightning_module
         check_strategy(trainer, type(self).__name__)
-        # In manual optimization, the user passes the number of passes to the rule.
-        automatic = module.automatic_optimization
-        if self._by_progress and not automatic:
+        if not module.automatic_optimization:
             raise ValueError(
-                "by_progress=True needs automatic optimization. In manual optimization, use "
-                "mh.ProgressScheduler in training_step."
+                "Scaling needs automatic optimization. In manual optimization, wrap the optimizer "
+                "in a rule in configure_optimizers."
             )
-        if automatic and "num_gradients_to_accumulate" in self._options:
+        if "num_gradients_to_accumulate" in self._options:
             raise ValueError(
                 "num_gradients_to_accumulate is Trainer's accumulate_grad_batches. Omit it here."
             )
         if self._rule is not None:  # from an earlier fit
             self._rule.unhook()
         found = {
-            "num_gradients_to_accumulate": LightningAccumulation(trainer) if automatic else 1,
+            "num_gradients_to_accumulate": LightningAccumulation(trainer),
             "grad_scaler": getattr(trainer.precision_plugin, "scaler", None),
             "model": module,
         }
@@ -179,31 +170,26 @@ class Scaling(Callback):
                 "in blocks, progress differs between devices, which would stop at different steps. "
                 "Omit by_progress=."
             )
-        trainer.fit_loop.setup_data()  # determines the number of batches
-        epoch = trainer.num_training_batches * rule.scale / rule.passes
-        ends: list[float] = [trainer.max_steps] if trainer.max_steps >= 0 else []
-        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-            ends += [trainer.max_epochs * epoch]
-        self._end = float(min(ends)) if ends else None
-        by_epoch = any(config.interval == "epoch" for config in trainer.lr_scheduler_configs)
-        if not math.isfinite(epoch) and (by_epoch or self._end == math.inf):
+        if trainer.max_steps < 0:
             raise ValueError(
-                "by_progress=True needs the length of an epoch, but the data has no length. Set "
-                'max_steps of the Trainer, and interval="step" for schedulers.'
+                "by_progress=True needs max_steps of the Trainer, the progress at which training "
+                "ends."
             )
-        # Lightning's limits would count steps that the scaler skips.
-        self._limits = trainer.max_steps, trainer.max_epochs
+        self._end = trainer.max_steps
+        # Lightning's limit would count steps that the scaler skips.
         trainer.fit_loop.epoch_loop.max_steps = -1
-        trainer.fit_loop.max_epochs = -1
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau or isinstance(config.scheduler, ProgressScheduler):
                 continue
-            every = config.frequency * (epoch if config.interval == "epoch" else 1)
+            if config.interval != "step":
+                raise ValueError(
+                    f"by_progress=True needs schedulers with interval='step', got "
+                    f"{config.interval!r}. Return {{'scheduler': ..., 'interval': 'step'}}."
+                )
             config.scheduler = cast(
                 LRScheduler,  # Lightning uses only methods that both classes have
-                ProgressScheduler(config.scheduler, rule, every=every, end=self._end),
+                ProgressScheduler(config.scheduler, rule, every=config.frequency, end=self._end),
             )
-            config.interval = "step"
             config.frequency = 1
 
     # -- in the loop ---------------------------------------------------------------------------
@@ -245,9 +231,9 @@ class Scaling(Callback):
 
     def _restore(self, trainer: Trainer) -> None:
         restore_clipping(trainer.precision_plugin)
-        if self._limits is not None:
-            trainer.fit_loop.epoch_loop.max_steps, trainer.fit_loop.max_epochs = self._limits
-            self._limits = None
+        if self._end is not None:
+            trainer.fit_loop.epoch_loop.max_steps = self._end
+            self._end = None
 
 
 def _default_rule(optimizer: Optimizer) -> MakeRule:
@@ -258,125 +244,3 @@ def _default_rule(optimizer: Optimizer) -> MakeRule:
         "Scaling() has a default rule for SGD, Adam and AdamW, got "
         f"{type(plain).__name__}. Pass a rule: Scaling(mh.SqrtScale)."
     )
-
-
-# -- adaptive batch --------------------------------------------------------------------------------
-
-
-class BatchRamp(Scaling):
-    """`Scaling` with a `Ramp`, which adapts the number of batches per step.
-
-    >>> import lightning, torch, manyhands as mh
-    >>> from manyhands.integrations.lightning import BatchRamp
-    >>> ramp = BatchRamp(max_scale=16, goal="samples")
-    >>> trainer = lightning.Trainer(
-    ...     accelerator="cpu", callbacks=[ramp], logger=False, enable_checkpointing=False
-    ... )
-
-    The first step has `accumulate_grad_batches` batches of the Trainer. `Ramp` sets the number for
-    later steps.
-
-    Args:
-        max_scale: the largest batch, over all devices and passes, in small batches.
-        rule: as in `Scaling`.
-        by_progress: as in `Scaling`.
-        log: as in `Scaling`.
-        options: `goal` and `efficiency` of `Ramp`, and further arguments of the rule.
-    """
-
-    def __init__(
-        self,
-        max_scale: float,
-        rule: MakeRule | None = None,
-        *,
-        by_progress: bool = False,
-        log: bool = True,
-        **options: object,
-    ) -> None:
-        self._max_scale = max_scale
-        self._ramp_options: dict[str, Any] = {}
-        for name in ("goal", "efficiency"):
-            if name in options:
-                self._ramp_options[name] = options.pop(name)
-        super().__init__(rule, by_progress=by_progress, log=log, **options)
-        self._ramp: Ramp | None = None
-        self._loaded: StateDict | None = None  # state to load when the ramp exists
-        self._own_passes: int | None = None  # Trainer's `accumulate_grad_batches`, before `fit`
-        self._begins = True  # whether the next batch is the first of a step
-
-    @property
-    def ramp(self) -> Ramp:
-        """The ramp, created at the start of `fit`."""
-        if self._ramp is None:
-            raise RuntimeError("there is no ramp yet. Trainer.fit() creates the ramp.")
-        return self._ramp
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        self._loaded = None
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not pl_module.automatic_optimization:
-            raise ValueError(
-                "BatchRamp needs automatic optimization. In manual optimization, use mh.Ramp in "
-                "training_step."
-            )
-        self._own_passes = trainer.accumulate_grad_batches
-        super().on_fit_start(trainer, pl_module)
-        if find_layer(trainer.strategy.optimizers[0], Blocks) is not None:
-            raise ValueError(
-                "blocks need equal numbers of steps on all devices, but BatchRamp would choose "
-                "different numbers. Use Scaling."
-            )
-        self._ramp = Ramp(self.rule, self._max_scale, **self._ramp_options)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning loads callbacks before it creates the optimizers, and loads the optimizers'
-        # state after `on_fit_start`.
-        if self._loaded is not None:
-            self.ramp.load_state_dict(self._loaded)
-            self._loaded = None
-        self._begins = True
-        super().on_train_start(trainer, pl_module)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begins = True
-        self._pause()
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
-    ) -> None:
-        if self._begins:
-            self._begins = False
-            trainer.accumulate_grad_batches = StepPasses(self.ramp.passes, start=batch_idx)
-
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: object,
-        batch: object,
-        batch_idx: int,
-    ) -> None:
-        self._begins = self.rule.port.steps != self._steps  # the base class updates `_steps`
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pause()
-
-    def _pause(self) -> None:
-        """Exclude the time since the last step from the ramp's measurements."""
-        if self._ramp is not None:
-            self._ramp.skip_time()
-
-    def _restore(self, trainer: Trainer) -> None:
-        super()._restore(trainer)
-        if self._own_passes is not None:
-            trainer.accumulate_grad_batches = self._own_passes
-
-    def state_dict(self) -> StateDict:
-        return {} if self._ramp is None else self._ramp.state_dict()
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Store the state until the ramp exists."""
-        self._loaded = state_dict or None

@@ -4,7 +4,6 @@ The strategies derive from Lightning's `DDPStrategy`, including its options (`ti
 `start_method`, ...), and replace DistributedDataParallel:
 
     strategy               model                  optimizer           state in a checkpoint
-    OSSStrategy            DDP                    OSS                 plain, gathered
     ShardedDDPStrategy     ShardedDataParallel    OSS                 plain, gathered
     FullyShardedStrategy   FSDP                   -                   plain, gathered
     BlocksStrategy         -                      DiLoCo, BMUF, ...   rank 0's, synchronized
@@ -29,10 +28,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._optimizers.optimizers import constructor_arguments
+from manyhands._optimizers.state_parts import OptimizerLayers
 from manyhands._optimizers.wrappers import find_layer
 from manyhands.blocks._methods import DiLoCo
 from manyhands.blocks._optimizer import Blocks
-from manyhands.integrations._full_state import full_state, load_full_state
 from manyhands.integrations.lightning._callbacks import Scaling
 from manyhands.integrations.lightning._trainer import (
     check_no_averages,
@@ -40,6 +39,7 @@ from manyhands.integrations.lightning._trainer import (
     replace_clipping,
     restore_clipping,
 )
+from manyhands.scaling._binding import KEY
 from manyhands.sharding._gradients import ShardedGradScaler
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.fsdp._wrapping import Classes, Policy, auto_wrap, enable_wrap
@@ -76,42 +76,7 @@ class OwnStrategy(DDPStrategy):
         self.checkpoint_io.teardown()
 
 
-class OSSStrategy(OwnStrategy):
-    """`OSS` with DistributedDataParallel: each device stores 1/N of the optimizer's state.
-
-    >>> import lightning
-    >>> from manyhands.integrations.lightning import OSSStrategy
-    >>> trainer = lightning.Trainer(
-    ...     accelerator="cpu", strategy=OSSStrategy(), logger=False, enable_checkpointing=False
-    ... )
-
-    `configure_optimizers` returns an `OSS`, or a plain optimizer, which the strategy replaces by an
-    `OSS`. Schedulers of the plain optimizer then schedule the `OSS`.
-
-    Args:
-        options: options of `OSS` (such as `layout` and `bucket_size`), of Lightning's `DDPStrategy`
-            and of DistributedDataParallel.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        self._of_oss = _take(options, OSS)
-        super().__init__(**options)
-
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        optimizer = only_optimizer(self.optimizers, type(self).__name__)
-        self.optimizers = [as_oss(optimizer, self._of_oss)]
-
-    def teardown(self) -> None:
-        """Remove the wrapper and tear down. The state remains sharded."""
-        if self.model is not None:
-            self.model = self.lightning_module
-            if self._layer_sync:
-                self.model = self._layer_sync.revert(self.model)
-        self._teardown_in_place()
-
-
-class ShardedDDPStrategy(OSSStrategy):
+class ShardedDDPStrategy(OwnStrategy):
     """`OSS` and `ShardedDataParallel`: gradients and the optimizer's state are sharded.
 
     >>> import lightning
@@ -121,8 +86,9 @@ class ShardedDDPStrategy(OSSStrategy):
     ...     enable_checkpointing=False
     ... )
 
-    `configure_optimizers` returns the plain optimizer, as for `OSSStrategy`. `gradient_clip_val`
-    applies to the norm of the full gradient. With "16-mixed", the scaler is a `ShardedGradScaler`.
+    `configure_optimizers` returns an `OSS`, or a plain optimizer, which the strategy replaces by an
+    `OSS`. Schedulers of the plain optimizer then schedule the `OSS`. `gradient_clip_val` applies to
+    the norm of the full gradient. With "16-mixed", the scaler is a `ShardedGradScaler`.
 
     Args:
         options: options of `OSS`, `ShardedDataParallel` and Lightning's `DDPStrategy`.
@@ -130,6 +96,7 @@ class ShardedDDPStrategy(OSSStrategy):
 
     def __init__(self, **options: Any) -> None:
         self._of_wrapper = _take(options, ShardedDataParallel)
+        self._of_oss = _take(options, OSS)
         _check_options_known(options, type(self).__name__, "OSS, ShardedDataParallel")
         super().__init__(**options)
 
@@ -138,8 +105,18 @@ class ShardedDDPStrategy(OSSStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
+        optimizer = only_optimizer(self.optimizers, type(self).__name__)
+        self.optimizers = [as_oss(optimizer, self._of_oss)]
         use_sharded_scaler(self.precision_plugin)
         self.model = ShardedDataParallel(self.model, self.optimizers, **self._of_wrapper)
+
+    def teardown(self) -> None:
+        """Remove the wrapper and tear down. The state remains sharded."""
+        if self.model is not None:
+            self.model = self.lightning_module
+            if self._layer_sync:
+                self.model = self._layer_sync.revert(self.model)
+        self._teardown_in_place()
 
 
 class FullyShardedStrategy(OwnStrategy):
@@ -228,12 +205,20 @@ class FullyShardedStrategy(OwnStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> StateDict:
         """Return the plain optimizer's state on rank 0. Called on every rank."""
-        return full_state(self.model, optimizer)
+        layers = OptimizerLayers.of(optimizer)
+        state: StateDict = self.model.gather_full_optim_state_dict(layers.inner) or {}
+        if layers.rule is not None:
+            state[KEY] = layers.rule.scaling_state_dict()
+        return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # There are no states if `Scaling` loads the checkpoint of a bare optimizer.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            load_full_state(self.model, optimizer, state)
+            plain = {key: value for key, value in state.items() if key != KEY}
+            shard = self.model.get_shard_from_optim_state_dict(plain)
+            if KEY in state:
+                shard = {**shard, KEY: state[KEY]}
+            optimizer.load_state_dict(shard)
 
     def teardown(self) -> None:
         self._teardown_in_place()
