@@ -256,6 +256,26 @@ def test_steps_and_schedules_may_be_counted_in_progress(ranks):
     assert_alike(run_ranks(ranks, train), alone)
 
 
+def test_epochs_counted_in_progress_are_those_of_the_small_batch():
+    """Two epochs of 8 batches on 2 devices are 32 small-batch steps."""
+
+    def train(by_progress):
+        module = module_of(sgd, partial(StepLR, step_size=1, gamma=0.5), interval="epoch")
+        callback = scaling(by_progress=by_progress)
+        trainer = trainer_of(max_epochs=2, callbacks=[callback])
+        result = fit(module, trainer)
+        assert trainer.max_epochs == 2
+        return result["progress"], result["lr"], trainer.current_epoch
+
+    (progress, lr, epochs), _ = run_ranks(2, train, True)
+    assert 32 <= progress < 34
+    assert lr == 0.05 / 4
+    assert epochs > 2
+    (progress, lr, epochs), _ = run_ranks(2, train, False)
+    assert progress < 32
+    assert (lr, epochs) == (0.05 / 4, 2)
+
+
 def test_a_run_counted_in_progress_goes_on_to_the_same_end(tmp_path):
     file = str(tmp_path / "half.ckpt")
 
@@ -314,17 +334,16 @@ def test_steps_that_overflow_make_no_progress():
     assert (progress, steps) == (10.0, 10 + skipped)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [({"max_epochs": 2}, "needs max_steps"), ({"max_steps": 9}, "interval='step', got 'epoch'")],
-    ids=["epochs", "interval"],
-)
-def test_epochs_cannot_be_counted_in_progress(options, match):
-    def train():
-        module = module_of(sgd, partial(StepLR, step_size=1), interval="epoch")
-        fit(module, trainer_of(callbacks=[scaling(by_progress=True)], **options))
+def test_epochs_without_a_length_cannot_be_counted_in_progress():
+    for options, schedule in (({"max_epochs": 2}, None), ({"max_steps": 9, "max_epochs": 2}, 1)):
 
-    raises_on_ranks(1, ValueError, train, match=match)
+        def train(options=options, schedule=schedule):
+            make = None if schedule is None else partial(StepLR, step_size=1)
+            module = module_of(sgd, make, interval="epoch")
+            trainer = trainer_of(callbacks=[scaling(by_progress=True)], **options)
+            fit(module, trainer, loader=lambda n: DataLoader(Endless(n), None))
+
+        raises_on_ranks(1, ValueError, train, match="needs the length of an epoch")
 
 
 # -- what is seen ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ created the optimizers, and before Lightning loads a checkpoint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -72,9 +73,9 @@ class Scaling(Callback):
     Args:
         rule: a rule's class, or a function of the optimizer and the options that returns a rule.
             Default: `AdaScale` for SGD, Adam and AdamW.
-        by_progress: count `max_steps` and schedules (with `interval="step"`) in steps of the small
-            batch on a single device. Training ends when the progress reaches `max_steps`, after
-            fewer optimizer steps.
+        by_progress: count `max_steps`, `max_epochs` and schedules in steps of the small batch on a
+            single device. Training ends at this progress, after fewer optimizer steps (and possibly
+            more epochs).
         log: whether to log gain, progress and scale after each step.
         options: further arguments of the rule, such as `smoothing`.
     """
@@ -95,8 +96,9 @@ class Scaling(Callback):
         self._steps = 0  # steps of the rule until the last batch
         self._bare: StateDict | None = None  # checkpoint of a bare optimizer, to be loaded
         self._schedules: list[bool] = []  # whether each schedule in the checkpoint follows progress
-        # Trainer's `max_steps`, if it is the progress at which training ends
-        self._end: int | None = None
+        self._end: float | None = None  # the progress at which training ends
+        # Trainer's `max_steps` and `max_epochs`, if progress replaces them
+        self._limits: tuple[int, int | None] | None = None
 
     @property
     def rule(self) -> ScalingRuleBase:
@@ -170,26 +172,31 @@ class Scaling(Callback):
                 "in blocks, progress differs between devices, which would stop at different steps. "
                 "Omit by_progress=."
             )
-        if trainer.max_steps < 0:
+        trainer.fit_loop.setup_data()  # determines the number of batches
+        epoch = trainer.num_training_batches * rule.scale / rule.passes
+        ends: list[float] = [trainer.max_steps] if trainer.max_steps >= 0 else []
+        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+            ends += [trainer.max_epochs * epoch]
+        self._end = float(min(ends)) if ends else None
+        by_epoch = any(config.interval == "epoch" for config in trainer.lr_scheduler_configs)
+        if not math.isfinite(epoch) and (by_epoch or self._end == math.inf):
             raise ValueError(
-                "by_progress=True needs max_steps of the Trainer, the progress at which training "
-                "ends."
+                "by_progress=True needs the length of an epoch, but the data has no length. Set "
+                'max_steps of the Trainer, and interval="step" for schedulers.'
             )
-        self._end = trainer.max_steps
-        # Lightning's limit would count steps that the scaler skips.
+        # Lightning's limits would count steps that the scaler skips.
+        self._limits = trainer.max_steps, trainer.max_epochs
         trainer.fit_loop.epoch_loop.max_steps = -1
+        trainer.fit_loop.max_epochs = -1
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau or isinstance(config.scheduler, ProgressScheduler):
                 continue
-            if config.interval != "step":
-                raise ValueError(
-                    f"by_progress=True needs schedulers with interval='step', got "
-                    f"{config.interval!r}. Return {{'scheduler': ..., 'interval': 'step'}}."
-                )
+            every = config.frequency * (epoch if config.interval == "epoch" else 1)
             config.scheduler = cast(
                 LRScheduler,  # Lightning uses only methods that both classes have
-                ProgressScheduler(config.scheduler, rule, every=config.frequency, end=self._end),
+                ProgressScheduler(config.scheduler, rule, every=every, end=self._end),
             )
+            config.interval = "step"
             config.frequency = 1
 
     # -- in the loop ---------------------------------------------------------------------------
@@ -231,9 +238,9 @@ class Scaling(Callback):
 
     def _restore(self, trainer: Trainer) -> None:
         restore_clipping(trainer.precision_plugin)
-        if self._end is not None:
-            trainer.fit_loop.epoch_loop.max_steps = self._end
-            self._end = None
+        if self._limits is not None:
+            trainer.fit_loop.epoch_loop.max_steps, trainer.fit_loop.max_epochs = self._limits
+            self._limits = None
 
 
 def _default_rule(optimizer: Optimizer) -> MakeRule:
