@@ -103,9 +103,8 @@ while step < args.steps:
     optimizer.zero_grad()
     for chosen in batch.chunk(args.accumulate):  # gradients stay sharded between passes
         loss = cross_entropy(model(train_images[chosen]), train_labels[chosen], reduction="sum")
-        (
-            loss * workers / args.batch_size
-        ).backward()  # averaging over workers gives the batch's mean
+        # Averaging over workers gives the batch's mean.
+        (loss * job.world_size / args.batch_size).backward()
     norm = model.clip_grad_norm_(args.max_norm)
     optimizer.step()
     step += 1
@@ -126,7 +125,8 @@ if rank == 0:
     torch.save(state, args.checkpoint + ".new")
     os.replace(args.checkpoint + ".new", args.checkpoint)  # atomic
 
-    held = sum(p.to_local().numel() if workers > 1 else p.numel() for p in model.parameters())
+    shards = [p.to_local() if job.world_size > 1 else p for p in model.parameters()]
+    held = sum(shard.numel() for shard in shards)
     total = sum(p.numel() for p in model.parameters())
     print(
         f"{right:.1%} right after {step} steps; of {total:,} parameters this worker holds {held:,}"

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader
@@ -32,6 +33,7 @@ from helpers.lightning_runs import (
 )
 from helpers.pages import ROOT, run_page
 from helpers.ranks import raises_on_ranks, run_ranks
+from manyhands.ramp import _ramp
 
 pytestmark = MARKS
 
@@ -407,6 +409,72 @@ def test_an_optimizer_that_is_made_once_gets_a_rule_in_every_fit(tmp_path):
     assert run_ranks(1, train) == [(8.0, 8.0, True)]
 
 
+# -- the batch that sets itself ----------------------------------------------------------------
+
+
+RAMP = {"max_scale": 16, "goal": "steps"}
+
+
+def ramp_by_hand(batches, epochs):
+    """Each rank's loop, under DDP."""
+    model = net()
+    wrapped = DistributedDataParallel(model)
+    rule = mh.AdaScale(sgd(model.parameters()))
+    ramp = mh.Ramp(rule, **RAMP)
+    own, sizes, losses = data(batches)[dist.get_rank()], [], []
+    for _ in range(epochs):
+        first = 0
+        while first < batches:
+            passes = min(ramp.passes, batches - first)
+            rule._core.batch.passes = passes  # fewer at the end of an epoch
+            rule.zero_grad()
+            for batch in own[first : first + passes]:
+                losses.append(loss_of(wrapped, batch))
+                (losses[-1] / passes).backward()
+            rule.step()
+            first += passes
+            sizes.append(passes)
+    return values(model), [loss.item() for loss in losses], rule.progress, sizes
+
+
+@pytest.mark.parametrize("batches", [8, 23])
+def test_a_ramp_changes_the_batch_between_steps(batches, monkeypatch):
+    monkeypatch.setattr(_ramp, "EVERY", 1)
+
+    def train():
+        from manyhands.integrations.lightning import BatchRamp
+
+        callback = BatchRamp(**RAMP)
+        trainer = trainer_of(max_epochs=3, callbacks=[callback])
+        result = fit(module_of(sgd), trainer, batches)
+        assert trainer.accumulate_grad_batches == 1
+        return result["params"], result["losses"], result["progress"], result["steps"]
+
+    for got, (*expected, sizes) in run_ranks(2, lambda: (train(), ramp_by_hand(batches, 3))):
+        assert sizes[:4] == [1, 2, 4, 1] if batches == 8 else [1, 2, 4, 8]
+        torch.testing.assert_close(got[:3], tuple(expected), rtol=1e-5, atol=1e-6)
+        assert got[3] == len(sizes)
+
+
+def test_a_ramp_goes_on_where_it_was(tmp_path):
+    file = str(tmp_path / "half.ckpt")
+
+    def train(epochs, **files):
+        from manyhands.integrations.lightning import BatchRamp
+
+        callback = BatchRamp(**RAMP)
+        result = fit(module_of(sgd), trainer_of(max_epochs=epochs, callbacks=[callback]), **files)
+        return result["params"], result["progress"], callback.ramp.passes
+
+    (half, *_) = run_ranks(2, train, 1, save=file)
+    resumed = run_ranks(2, train, 2, resume=file)
+    whole = run_ranks(2, train, 2)
+    assert half[2] > 1
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+    ((*_, passes),) = run_ranks(1, train, 2, resume=file)
+    assert passes == 2 * whole[0][2]  # of one device: the batch stays
+
+
 # -- what cannot be right ----------------------------------------------------------------------
 
 
@@ -463,17 +531,22 @@ def test_manual_optimization_is_an_error():
     )
 
 
-def test_progress_in_blocks_is_an_error():
+def test_a_ramp_or_progress_in_blocks_is_an_error():
     def in_blocks():
         from manyhands.integrations.lightning import BlocksStrategy
 
         return BlocksStrategy(mh.DiLoCo, every=2)
 
-    failing(
-        "in blocks, progress differs between devices",
-        trainer={"strategy": in_blocks, "callbacks": lambda: [scaling(by_progress=True)]},
-        ranks=2,
-    )
+    def ramp():
+        from manyhands.integrations.lightning import BatchRamp
+
+        return [BatchRamp(max_scale=4)]
+
+    for callbacks, match in (
+        (ramp, "BatchRamp would choose different numbers"),
+        (lambda: [scaling(by_progress=True)], "in blocks, progress differs between devices"),
+    ):
+        failing(match, trainer={"strategy": in_blocks, "callbacks": callbacks}, ranks=2)
 
 
 def test_passes_that_are_said_twice_are_an_error():
@@ -526,3 +599,15 @@ def test_public_names_are_documented_with_examples_that_run():
     reference = (ROOT / "docs" / "api.md").read_text()
     for name in public.__all__:
         assert reference.count(f"::: manyhands.integrations.lightning.{name}\n") == 1
+
+
+def test_which_batches_make_a_step():
+    from manyhands.ramp import _micro_batches
+
+    assert doctest.testmod(_micro_batches).failed == 0
+    first = 0
+    for passes in (1, 3, 2, 2, 7):
+        step = _micro_batches.StepPasses(passes, start=first)
+        ends = [n for n in range(first + 1, first + passes + 1) if n % step == 0]
+        assert (first % step, ends) == (0, [first + passes])
+        first += passes

@@ -20,6 +20,7 @@ from torch.optim import SGD
 import manyhands as mh
 from helpers.ranks import as_under_torchrun, raises_on_ranks, run_ranks
 from manyhands import fairscale
+from manyhands.ramp import _ramp
 
 with warnings.catch_warnings():  # once, before ranks are forked
     warnings.simplefilter("ignore")
@@ -390,6 +391,67 @@ def test_data_that_runs_out_in_the_middle_of_a_step(tmp_path):
     for _ in range(3):
         plain.step(micro_batches_of(data)[:3])
     assert_as(run_ranks(1, train), plain)
+
+
+# -- a batch that sets itself -------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def decisions_after_each_step(monkeypatch):
+    monkeypatch.setattr(_ramp, "EVERY", 1)
+
+
+def ramping(rule):
+    return mh.Ramp(rule, max_scale=12, goal="steps")
+
+
+def run_ramp(data, folder, resume=None, end=30, ramp=ramping, passes=1, **options):
+    """Return the parameters, the progress, the steps, and the scale of each step."""
+    options = {"max_steps": end, **LINEAR, **options}
+    trainer = trainer_of(data, folder, rule=False, passes=passes, **options)
+    attach(trainer, mh.AdaScale, by_progress=True, ramp=ramp, smoothing=0.9)
+    trainer.train(resume_from_checkpoint=resume)
+    scales = [line["scale"] for line in trainer.state.log_history if "loss" in line]
+    return values(trainer), rule_in(trainer).progress, trainer.state.global_step, scales
+
+
+def test_a_ramp_takes_as_many_micro_batches_as_it_says(tmp_path):
+    """An epoch's last batches, too few for a step, are left out."""
+    data = samples(28)
+    (*ran, scales), (*other, _) = run_ranks(2, run_ramp, data, tmp_path)
+    assert set(scales) == {2.0, 4.0, 8.0, 12.0}
+    plain, batches = Plain(smoothing=0.9), micro_batches_of(data)
+    plain.schedule = lambda _: linear(30)(math.floor(plain.progress + 1e-9))
+    first = 0
+    for scale in map(int, scales):
+        if first + scale > len(batches):
+            first = 0
+        plain.step(batches[first : first + scale])
+        first += scale
+    assert_as([ran, other], plain, rtol=2e-3, atol=2e-5)
+
+
+def test_a_resumed_ramp_goes_on_where_it_was(tmp_path):
+    def whole_and_resumed():
+        whole = run_ramp(data, tmp_path, save_strategy="steps", save_steps=3)
+        return whole, run_ramp(data, tmp_path, resume=str(tmp_path / "checkpoint-3"))
+
+    data = samples(28)
+    for whole, resumed in run_ranks(2, whole_and_resumed):
+        torch.testing.assert_close(resumed[0], whole[0], rtol=0, atol=0)
+        assert resumed[1:] == whole[1:]
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"passes": 2}, "ramp= sets .* gradient_accumulation_steps"),
+        ({"end": -1}, "needs max_steps"),
+        ({"ramp": lambda rule: mh.Ramp(rule, max_scale=64)}, "at most 28, the small batches"),
+    ],
+)
+def test_what_a_ramp_cannot_do(changed, message, tmp_path):
+    raises_on_ranks(2, ValueError, run_ramp, samples(28), tmp_path, match=message, **changed)
 
 
 # -- checkpoints ------------------------------------------------------------------------------
@@ -786,7 +848,7 @@ def other_passes(model, **options):
 @pytest.mark.parametrize(
     "made, message",
     [
-        (ramped, "rule without a Ramp, or Accelerate"),
+        (ramped, "Pass ramp= to attach"),
         (other_passes, "gradient_accumulation_steps=3 .* num_gradients_to_accumulate=2"),
     ],
 )
@@ -863,18 +925,20 @@ def test_another_call_of_train_counts_from_the_beginning(tmp_path):
         assert steps < 10 <= progress < 13
 
 
-def test_a_model_that_is_made_anew_gets_a_rule_of_its_own(tmp_path):
+@pytest.mark.parametrize("ramp", [None, ramping])
+def test_a_model_that_is_made_anew_gets_a_rule_and_a_ramp_of_its_own(ramp, tmp_path):
     """As in a search over hyperparameters."""
 
     def train():
         trainer = trainer_of(
             data, tmp_path, rule=False, passes=1, max_steps=10, given={"model_init": net}
         )
-        attach(trainer, mh.AdaScale, by_progress=True)
+        attached = attach(trainer, mh.AdaScale, by_progress=True, ramp=ramp)
         found = []
         for _ in range(2):
             trainer.train()
             rule = rule_in(trainer)
+            assert ramp is None or rule.port.observer is attached.ramp
             found.append((values(trainer), trainer.state.global_step, rule.progress))
         return found
 

@@ -1,7 +1,7 @@
 """Integrations with the training loops of other libraries.
 
 accelerate.py    Accelerate: `prepare`, `RuleState`
-lightning/       Lightning: a callback for rules, strategies for sharding and blocks
+lightning/       Lightning: callbacks for rules and `Ramp`, strategies for sharding and blocks
 ray.py           Ray: `CrewStore`
 transformers.py  the Hugging Face Trainer: `attach`, `use_cursor`
 _trainer_cursor.py  the Trainer's data: `use_cursor`

@@ -20,23 +20,30 @@ The rule receives these values from Trainer:
     log                             adds gain, scale and progress
     _wrap_model                     omits `DistributedDataParallel` in blocks
     _maybe_log_save_evaluate        synchronizes blocks before evaluation and saving
-    _save_optimizer_and_scheduler   gathers the state of an OSS from all ranks, and saves the rule's
-                                    state if Trainer does not save it
+    _save_optimizer_and_scheduler   gathers the state of an OSS from all ranks, and saves the state
+                                    of rule and ramp that Trainer does not save
     _load_optimizer_and_scheduler   loads this state. If the checkpoint has no rule, each step
                                     counts as progress 1
+
+With a `Ramp`, the number of micro-batches varies, and two further methods are replaced:
+
+    set_initial_training_values     sets no limit of epochs, because progress ends the run
+    _init_training_state            restores the position in the epoch from a checkpoint
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_utils import has_length
 from transformers.training_args import ParallelMode
 
 from manyhands._optimizers.modules import ModuleWrapper
@@ -45,6 +52,8 @@ from manyhands._warn import warn
 from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations._trainer_cursor import use_cursor
 from manyhands.integrations.accelerate import expect_slices, prepare_without_ddp
+from manyhands.ramp import Ramp
+from manyhands.ramp._micro_batches import StepPasses
 from manyhands.scaling._progress import ProgressScheduler, is_by_progress
 from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
 from manyhands.scaling._weighted_mean import WeightedMean
@@ -57,7 +66,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Attachment", "attach", "use_cursor"]
 
-STATE_FILE = "manyhands.pt"  # in a checkpoint: the rule's state, if Trainer does not save it
+STATE_FILE = "manyhands.pt"  # in a checkpoint: state of rule and ramp that Trainer does not save
+
+MakeRamp: TypeAlias = Callable[[ScalingRuleBase], Ramp]
 
 
 def attach(
@@ -65,6 +76,7 @@ def attach(
     rule: Callable[..., ScalingRuleBase] | None = None,
     *,
     by_progress: bool = False,
+    ramp: MakeRamp | None = None,
     **options: Unpack[RuleOptions],
 ) -> Attachment:
     """Wrap the optimizer of a Trainer in a scaling rule. Call it before `train()`.
@@ -97,18 +109,28 @@ def attach(
             `optimizers=(rule, None)`, or if there is only `OSS` or blocks.
         by_progress: count `max_steps` in small-batch steps. The schedule follows the progress, and
             training ends when the progress reaches `max_steps`, after fewer optimizer steps.
+        ramp: a function of the rule that returns a `Ramp`, which sets the number of passes:
+            `lambda rule: mh.Ramp(rule, max_scale=64)`. Requires `by_progress=True` and
+            `gradient_accumulation_steps=1`. Remaining micro-batches at the end of an epoch are
+            skipped if a step needs more.
         options: further arguments of the rule.
     """
     _check_trainer(trainer, by_progress)
+    if ramp is not None and (trainer.args.gradient_accumulation_steps != 1 or not by_progress):
+        raise ValueError(
+            "ramp= sets the number of passes and needs gradient_accumulation_steps=1 and "
+            "by_progress=True, got "
+            f"{trainer.args.gradient_accumulation_steps} and by_progress={by_progress}."
+        )
     if any(isinstance(each, Attachment) for each in trainer.callback_handler.callbacks):
         raise RuntimeError("this trainer is attached to already. Call attach() once per Trainer.")
-    attachment = Attachment(trainer, rule, by_progress, options)
+    attachment = Attachment(trainer, rule, by_progress, ramp, options)
     trainer.add_callback(attachment)
     return attachment
 
 
 class Attachment(TrainerCallback):
-    """The scaling rule of a Trainer. Returned by `attach`.
+    """The scaling rule and ramp of a Trainer. Returned by `attach`.
 
     >>> import manyhands as mh, torch
     >>> from manyhands.integrations.transformers import attach
@@ -126,6 +148,7 @@ class Attachment(TrainerCallback):
         trainer: Trainer,
         make_rule: Callable[..., ScalingRuleBase] | None,
         by_progress: bool,
+        make_ramp: MakeRamp | None,
         options: RuleOptions,
     ) -> None:
         self._trainer = trainer
@@ -134,9 +157,14 @@ class Attachment(TrainerCallback):
         self._options = options
         self.rule: ScalingRuleBase | None = None
         """The rule, after `train()` has created the optimizer. None without a rule."""
+        self.ramp: Ramp | None = None
+        """The ramp, after `train()` has created the rule. None without `ramp=`."""
+        self._make_ramp = make_ramp
+        self._scale = 1.0  # of the last step
+        self._position = 0  # micro-batches of this epoch that steps with a ramp have used
         self._mean: WeightedMean | None = None  # over the step's tokens, if Trainer counts tokens
         self._replaced: dict[str, Callable[..., Any]] = {}
-        for name in (
+        names = [
             "create_scheduler",
             "get_batch_samples",
             "log",
@@ -144,7 +172,10 @@ class Attachment(TrainerCallback):
             "_maybe_log_save_evaluate",
             "_save_optimizer_and_scheduler",
             "_load_optimizer_and_scheduler",
-        ):
+        ]
+        if make_ramp is not None:
+            names += ["set_initial_training_values", "_init_training_state"]
+        for name in names:
             self._replaced[name] = getattr(trainer, name)
             setattr(trainer, name, getattr(self, name))
 
@@ -161,11 +192,17 @@ class Attachment(TrainerCallback):
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         trainer = self._trainer
         _check_trainer(trainer, self._by_progress)
+        before = self.rule
         self.rule = self._find_or_make_rule()
+        if self.rule is not before:  # `model_init=` creates a model and optimizer in each `train()`
+            self.ramp = None
         if find_layer(trainer.optimizer, Blocks) is not None:
             # Each worker averages over local tokens, without communication.
             trainer.args.average_tokens_across_devices = False
-        _check_drivable(trainer, self.rule, self._by_progress)
+        _check_drivable(trainer, self.rule, self.ramp, self._by_progress)
+        if self._make_ramp is not None and self.ramp is None:
+            assert self.rule is not None
+            self.ramp = self._make_ramp(self.rule)
         scheduler = self._replaced["create_scheduler"](num_training_steps, *args, **kwargs)
         if self._by_progress and not isinstance(scheduler, ProgressScheduler):
             assert self.rule is not None
@@ -196,7 +233,8 @@ class Attachment(TrainerCallback):
         made.port.follow(None)
         if made is self.rule:  # repeated `train()`, which counts from 0
             made.set_progress(0.0)
-            _set_passes(made, passes)
+            if self.ramp is None:
+                _set_passes(made, passes)
         else:
             if made.passes != passes:
                 raise ValueError(
@@ -213,9 +251,16 @@ class Attachment(TrainerCallback):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        fetched = self._replaced["get_batch_samples"](epoch_iterator, num_batches, device)
+        passes = num_batches if self.ramp is None else self.ramp.passes
+        fetched = self._replaced["get_batch_samples"](epoch_iterator, passes, device)
         batches, items = fetched
         self._mean = None
+        if self.ramp is not None:
+            if len(batches) < passes:
+                return [], None
+            steps = StepPasses(passes, start=self._position)
+            self._trainer.args.gradient_accumulation_steps = steps
+            self._position += passes
         if self.rule is not None and batches:
             if len(batches) != self.rule.passes:
                 _set_passes(self.rule, len(batches))
@@ -241,12 +286,55 @@ class Attachment(TrainerCallback):
 
     on_step_begin = on_substep_end
 
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Store the scale for the logs, because a ramp sets the next scale in `step`."""
+        if self.rule is not None:
+            self._scale = self.rule.scale
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **__: Any) -> None:
         if self._by_progress and self._trainer.lr_scheduler.done:
             state.max_steps = state.global_step + 1  # Trainer has not counted this step yet
 
+    def on_train_begin(self, *_: Any, train_dataloader: Any, **__: Any) -> None:
+        if self.ramp is None or not has_length(train_dataloader):
+            return
+        most = len(train_dataloader) * self.ramp.scale / self.ramp.passes
+        if self.ramp.max_scale > most:
+            raise ValueError(
+                f"max_scale of the Ramp must be at most {most:g}, the small batches of an epoch, "
+                f"got {self.ramp.max_scale:g}. A step does not continue in the next epoch."
+            )
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Exclude the time until now from the ramp's measurements."""
+        if self.ramp is not None:
+            self.ramp.skip_time()
+
+    on_evaluate = on_epoch_begin
+    on_save = on_epoch_begin
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        self._trainer.args.gradient_accumulation_steps = 1  # an earlier `train()` changed it
+        _, *others = self._replaced["set_initial_training_values"](*args, **kwargs)
+        return (sys.maxsize, *others)
+
+    def _init_training_state(
+        self, max_steps: int, epoch_batches: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """Return the checkpoint's complete epochs, and the micro-batches in the current epoch."""
+        trainer = self._trainer
+        self._replaced["_init_training_state"](max_steps, epoch_batches, *args, **kwargs)
+        self._position = 0
+        if not trainer.state.global_step:
+            return 0, 0
+        epochs, batches = divmod(round(trainer.state.epoch * epoch_batches), epoch_batches)
+        if not trainer.args.ignore_data_skip:
+            self._position = batches
+        return epochs, self._position
+
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Discard passes that no step has used, at the end of data with unknown length."""
+        self._position = 0
         if self.rule is not None:
             self._trainer.model.zero_grad()  # a prepared optimizer ignores zero_grad() in mid-step
             self.rule.zero_grad()
@@ -272,8 +360,8 @@ class Attachment(TrainerCallback):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self.rule is not None and "loss" in logs:
-            scale = self.rule.scale
-            logs.update(gain=self.rule.gain(), scale=scale, progress=self.rule.progress)
+            gain = self.rule.noise.gain(self._scale)
+            logs.update(gain=gain, scale=self._scale, progress=self.rule.progress)
         self._replaced["log"](logs, *args, **kwargs)
 
     # -- checkpoints -------------------------------------------------------------------------
@@ -284,8 +372,12 @@ class Attachment(TrainerCallback):
         if sharded is not None:
             sharded.consolidate_state_dict()
         self._replaced["_save_optimizer_and_scheduler"](output_dir)
-        if self.rule is not None and trainer.is_fsdp_enabled and trainer.args.should_save:
-            state = {"rule": self.rule.scaling_state_dict()}
+        state = {}
+        if self.rule is not None and trainer.is_fsdp_enabled:
+            state["rule"] = self.rule.scaling_state_dict()
+        if self.ramp is not None:
+            state["ramp"] = self.ramp.state_dict()
+        if state and trainer.args.should_save:
             torch.save(state, os.path.join(output_dir, STATE_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -302,6 +394,8 @@ class Attachment(TrainerCallback):
         state = _load(checkpoint, STATE_FILE)
         if self.rule is not None and "rule" in state:
             self.rule.load_scaling_state_dict(state["rule"])
+        if self.ramp is not None and "ramp" in state:
+            self.ramp.load_state_dict(state["ramp"])
         if self.rule is not None and self.rule.progress == 0.0:  # saved without a rule
             self.rule.set_progress(float(self._trainer.state.global_step))
 
@@ -359,7 +453,9 @@ def _hidden_gradients(trainer: Trainer) -> str:
     return ""
 
 
-def _check_drivable(trainer: Trainer, rule: ScalingRuleBase | None, by_progress: bool) -> None:
+def _check_drivable(
+    trainer: Trainer, rule: ScalingRuleBase | None, ramp: Ramp | None, by_progress: bool
+) -> None:
     args = trainer.args
     blocks = find_layer(trainer.optimizer, Blocks)
     if blocks is not None and (by_progress or trainer.is_fsdp_enabled):
@@ -375,10 +471,9 @@ def _check_drivable(trainer: Trainer, rule: ScalingRuleBase | None, by_progress:
             "average_tokens_across_devices=False gives tokens of different ranks different "
             "weights. Leave it at True."
         )
-    if rule is not None and rule.port.observer is not None:
+    if rule is not None and rule.port.observer is not ramp:
         raise ValueError(
-            "the rule has a Ramp, but Trainer sets the passes of each step. Use the rule without a "
-            "Ramp, or Accelerate."
+            "the rule has a Ramp that Trainer does not follow. Pass ramp= to attach() instead."
         )
 
 

@@ -17,6 +17,11 @@ samples. The last step of an epoch has the remaining complete units.
 
 With worker processes (`num_workers`), a new size takes effect a few steps later, because
 micro-batches are ordered in advance.
+
+**A trainer's loader** (`StepPasses`). Lightning and the Hugging Face Trainer step whenever `batches
+% passes == 0`, counted from the start of the epoch. A change from 2 to 3 passes after the first
+step would end the next step after a single batch. `StepPasses(p, start=s)` gives the right modulo
+for a step of p passes after s batches.
 """
 
 from __future__ import annotations
@@ -348,3 +353,27 @@ class _Order:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+class StepPasses(int):
+    """The number of passes of the current step.
+
+    >>> passes = StepPasses(3, start=2)
+    >>> [batches % passes == 0 for batches in (2, 3, 4, 5)]
+    [True, False, False, True]
+    """
+
+    start: int
+
+    def __new__(cls, passes: int, *, start: int) -> StepPasses:
+        made = super().__new__(cls, passes)
+        made.start = start
+        return made
+
+    # Python tries the right operand first if its class derives from the left operand's.
+    def __rmod__(self, batches: int) -> int:
+        return (batches - self.start) % int(self)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        # Trainers save this in their settings.
+        return int, (int(self),)

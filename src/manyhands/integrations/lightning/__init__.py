@@ -1,11 +1,11 @@
-"""A callback for rules, and strategies for sharding and blocks, in Lightning.
+"""Callbacks for rules and `Ramp`, and strategies for sharding and blocks, in Lightning.
 
 _trainer.py     common code: accumulation, checks and clipping
-_callbacks.py   `Scaling`: a rule around the optimizer
+_callbacks.py   `Scaling`: a rule around the optimizer; `BatchRamp`: `Scaling` with a `Ramp`
 _strategies.py  `ShardedDDPStrategy`, `FullyShardedStrategy`, `BlocksStrategy`
 """
 
-from manyhands.integrations.lightning._callbacks import Scaling
+from manyhands.integrations.lightning._callbacks import BatchRamp, Scaling
 from manyhands.integrations.lightning._strategies import (
     BlocksStrategy,
     FullyShardedStrategy,
@@ -13,6 +13,7 @@ from manyhands.integrations.lightning._strategies import (
 )
 
 __all__ = [
+    "BatchRamp",
     "BlocksStrategy",
     "FullyShardedStrategy",
     "Scaling",

@@ -1,4 +1,4 @@
-"""A callback that wraps the optimizer of Lightning's Trainer in a scaling rule.
+"""Callbacks that wrap the optimizer of Lightning's Trainer in a scaling rule, and adapt the batch.
 
 The rule receives these values from the Trainer:
 
@@ -8,13 +8,16 @@ The rule receives these values from the Trainer:
 
 `on_fit_start` replaces the optimizer of `configure_optimizers` by the rule: after the strategy has
 created the optimizers, and before Lightning loads a checkpoint.
+
+`BatchRamp` adds a `Ramp`, which sets the number of batches of the next step. Lightning counts
+`accumulate_grad_batches` from the start of an epoch; `StepPasses` counts from the start of a step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import SGD, Adam, Optimizer
@@ -32,6 +35,8 @@ from manyhands.integrations.lightning._trainer import (
     replace_clipping,
     restore_clipping,
 )
+from manyhands.ramp import Ramp
+from manyhands.ramp._micro_batches import StepPasses
 from manyhands.scaling._binding import KEY
 from manyhands.scaling._progress import ProgressScheduler, is_by_progress
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -251,3 +256,125 @@ def _default_rule(optimizer: Optimizer) -> MakeRule:
         "Scaling() has a default rule for SGD, Adam and AdamW, got "
         f"{type(plain).__name__}. Pass a rule: Scaling(mh.SqrtScale)."
     )
+
+
+# -- adaptive batch --------------------------------------------------------------------------------
+
+
+class BatchRamp(Scaling):
+    """`Scaling` with a `Ramp`, which adapts the number of batches per step.
+
+    >>> import lightning, torch, manyhands as mh
+    >>> from manyhands.integrations.lightning import BatchRamp
+    >>> ramp = BatchRamp(max_scale=16, goal="samples")
+    >>> trainer = lightning.Trainer(
+    ...     accelerator="cpu", callbacks=[ramp], logger=False, enable_checkpointing=False
+    ... )
+
+    The first step has `accumulate_grad_batches` batches of the Trainer. `Ramp` sets the number for
+    later steps.
+
+    Args:
+        max_scale: the largest batch, over all devices and passes, in small batches.
+        rule: as in `Scaling`.
+        by_progress: as in `Scaling`.
+        log: as in `Scaling`.
+        options: `goal` and `efficiency` of `Ramp`, and further arguments of the rule.
+    """
+
+    def __init__(
+        self,
+        max_scale: float,
+        rule: MakeRule | None = None,
+        *,
+        by_progress: bool = False,
+        log: bool = True,
+        **options: object,
+    ) -> None:
+        self._max_scale = max_scale
+        self._ramp_options: dict[str, Any] = {}
+        for name in ("goal", "efficiency"):
+            if name in options:
+                self._ramp_options[name] = options.pop(name)
+        super().__init__(rule, by_progress=by_progress, log=log, **options)
+        self._ramp: Ramp | None = None
+        self._loaded: StateDict | None = None  # state to load when the ramp exists
+        self._own_passes: int | None = None  # Trainer's `accumulate_grad_batches`, before `fit`
+        self._begins = True  # whether the next batch is the first of a step
+
+    @property
+    def ramp(self) -> Ramp:
+        """The ramp, created at the start of `fit`."""
+        if self._ramp is None:
+            raise RuntimeError("there is no ramp yet. Trainer.fit() creates the ramp.")
+        return self._ramp
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._loaded = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "BatchRamp needs automatic optimization. In manual optimization, use mh.Ramp in "
+                "training_step."
+            )
+        self._own_passes = trainer.accumulate_grad_batches
+        super().on_fit_start(trainer, pl_module)
+        if find_layer(trainer.strategy.optimizers[0], Blocks) is not None:
+            raise ValueError(
+                "blocks need equal numbers of steps on all devices, but BatchRamp would choose "
+                "different numbers. Use Scaling."
+            )
+        self._ramp = Ramp(self.rule, self._max_scale, **self._ramp_options)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning loads callbacks before it creates the optimizers, and loads the optimizers'
+        # state after `on_fit_start`.
+        if self._loaded is not None:
+            self.ramp.load_state_dict(self._loaded)
+            self._loaded = None
+        self._begins = True
+        super().on_train_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begins = True
+        self._pause()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        if self._begins:
+            self._begins = False
+            trainer.accumulate_grad_batches = StepPasses(self.ramp.passes, start=batch_idx)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        self._begins = self.rule.port.steps != self._steps  # the base class updates `_steps`
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pause()
+
+    def _pause(self) -> None:
+        """Exclude the time since the last step from the ramp's measurements."""
+        if self._ramp is not None:
+            self._ramp.skip_time()
+
+    def _restore(self, trainer: Trainer) -> None:
+        super()._restore(trainer)
+        if self._own_passes is not None:
+            trainer.accumulate_grad_batches = self._own_passes
+
+    def state_dict(self) -> StateDict:
+        return {} if self._ramp is None else self._ramp.state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Store the state until the ramp exists."""
+        self._loaded = state_dict or None
