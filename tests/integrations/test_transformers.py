@@ -460,7 +460,6 @@ OSS = {"optimizer_cls_and_kwargs": (mh.OSS, {"optim": SGD, "lr": RATE, "momentum
 KINDS = {
     "DDP": {},
     "OSS": {"given": OSS},
-    "OSS, ShardedDataParallel": {"given": OSS, "wrap": mh.ShardedDataParallel},
     "by progress": {"by_progress": True, "max_steps": 24, **LINEAR},
 }
 

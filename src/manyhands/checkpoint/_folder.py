@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import random
 import re
@@ -52,7 +51,7 @@ PATTERN = re.compile(r"(\d{6,})(?:-step-\d+)?")
 OLD = 2 * 3600.0  # seconds after which an incomplete checkpoint is removed without the lock
 LOCK = ".lock"
 LOCK_TIMEOUT = 3.0  # seconds to wait for a process that may be about to end
-TEXT = 2000  # characters that the lock's text is padded to
+TEXT = 300  # characters that the lock's text is padded to
 RUN_VARIABLE = "MANYHANDS_RUN"  # the run's name; all workers of a run share the lock
 # Variables that identify a job across restarts.
 JOB_VARIABLES = (RUN_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
@@ -319,11 +318,9 @@ def take_lock(folder: Path, run: str | None) -> bool:
         try:
             while not _lock_for(file, run):
                 if time.monotonic() > deadline:
-                    holder = _read_holder(file)
+                    text = os.pread(file, TEXT, 0).decode(errors="replace")
                     os.close(file)
-                    name = "another process"
-                    if holder:
-                        name = f"process {holder['pid']} on {holder['host']}"
+                    name = text.strip() or "another process"  # if not written yet
                     raise RuntimeError(
                         f"another job saves to {folder}: {name}. Use a different path for each "
                         "job, or start this job after the other job has ended."
@@ -334,9 +331,9 @@ def take_lock(folder: Path, run: str | None) -> bool:
             return False
         # Stays open: closing any descriptor of the file releases a POSIX lock.
         _held[os.getpid(), path] = file
-    # A single padded write: other processes of a crew may write too.
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "run": run}
-    os.pwrite(file, f"{json.dumps(holder):<{TEXT}}\n".encode(), 0)
+        # A single padded write: other processes of a crew may write too.
+        name = f"process {os.getpid()} on {socket.gethostname()}"
+        os.pwrite(file, f"{name:<{TEXT}}".encode(), 0)
     return True
 
 
@@ -366,16 +363,6 @@ def _lock_for(file: int, run: str | None) -> bool:
         fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
         return False
     return True
-
-
-def _read_holder(file: int) -> dict[str, Any]:
-    try:
-        holder = json.loads(os.pread(file, 2 * TEXT, 0))
-    except ValueError:  # not written yet
-        return {}
-    if isinstance(holder, dict) and {"host", "pid"} <= holder.keys():
-        return holder
-    return {}
 
 
 # -- open files, and nothing else ------------------------------------------------------------------
