@@ -129,8 +129,8 @@ def quality() -> Figures:
     yield figure(
         "docs/scaling.md",
         "AdaScale is no better than linear scaling: {} % versus {} % for an MLP on MNIST at scale "
-        "32 (SGD, three seeds). At full progress, AdaScale reaches {} %, and linear scaling {} % "
-        "in the same number of steps.",
+        "32 (SGD, three seeds). Trained until `progress` equals the number of small-batch steps, "
+        "AdaScale reaches {} %, and linear scaling {} % in the same number of steps.",
         *(f"{cell.mean:.1f}" for cell in (early, other, ada, linear)),
     )
     yield from around_adamw()
@@ -252,7 +252,7 @@ def cost() -> Figures:
     resnet = "ResNet-20, batch 8"
     yield figure(
         "docs/scaling.md",
-        "For small models it helps little: under AdaScale, the factors for ResNet-20 with batch "
+        "For small models, it saves little: under AdaScale, the factors for ResNet-20 with batch "
         "size 8 were {} and {}.",
         *(f"{cpu(resnet, f'AdaScale{more}'):.3f}" for more in (", measure_every=1", "")),
     )
