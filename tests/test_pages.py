@@ -123,7 +123,7 @@ def test_the_rows_of_readme_are_printed(row, workers, script, rate, tmp_path, mo
     command = f"torchrun --standalone --nproc-per-node {workers} row.py"
     printed = run_command(command, next(blocks(README)))
     steps, loss = re.search(r"(\d+) steps, test loss (\S+)", printed).groups()
-    found = re.search(rf"^\| {re.escape(row)} \| ([\d,]+) \| (\S+) \|$", README.read_text(), re.M)
+    found = re.search(rf"^\|{re.escape(row)}\|([\d,]+)\|(\S+)\|$", README.read_text(), re.M)
     assert int(steps) == pytest.approx(int(found[1].replace(",", "")), rel=0.03)
     assert float(loss) == pytest.approx(float(found[2]), rel=0.03)
 

@@ -40,4 +40,4 @@ if rank == 0:
     print(f"{steps} steps of 32 samples: gain {optimizer.progress / steps:.2f}, loss {loss:.3f}")
     held = sum(state["momentum_buffer"].numel() for state in shards.optim.state.values())
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters} parameters, {held} momenta on this rank")
+    print(f"{parameters} parameters, {held} momentum values on this rank")
