@@ -24,7 +24,12 @@ from resume_scripts import (
     SAVE,
 )
 
-QUICK_BUGS = {"schedule not saved", "optimizer not loaded", "last batch repeated"}
+QUICK_BUGS = {
+    "schedule not saved",
+    "optimizer not loaded",
+    "last batch repeated",
+    "order of a set of strings",
+}
 QUICK_RIGHT = {"plain", "checkpoint per epoch"}
 
 

@@ -1,8 +1,8 @@
 """Start the processes of a run, wait for the end, and read the records.
 
-Ranks are forks of this process, which has imported torch. In a check of the ranks, ranks above 0
-start in new interpreters, to get different seeds of Python's string hashes. A run ends when all
-processes have written a record, a process fails, or no process computes.
+A rank is a fork of this process, which has imported torch, or a new interpreter, which has a
+different seed of Python's string hashes. A run ends when all processes have written a record, a
+process fails, or no process computes.
 """
 
 import os
@@ -150,23 +150,20 @@ class CheckRun(Generic[Record]):
         return f"{where}, rank {rank} failed: {last}{place}.{advice}"
 
 
-def run(
-    job: RankJob, world: int, out: Path, seconds: float, new_interpreters: bool = False
-) -> CheckRun[Any]:
+def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> CheckRun[Any]:
     """Run a job on `world` ranks, and return the records.
 
-    With `new_interpreters`, only rank 0 is a fork.
+    The first `forks` ranks are forks, and the others are new interpreters.
     """
     reading, writing = os.pipe()
     processes: list[int] = []
     with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
         place = (world, out, listener.fileno(), listener.getsockname()[1], reading)
         try:
-            if new_interpreters:
-                for number in range(1, world):
-                    processes.append(_start_rank(job, Rank(number, *place)))
+            for number in range(forks, world):
+                processes.append(_start_rank(job, Rank(number, *place)))
             import_optimizers()
-            for number in range(world - len(processes)):
+            for number in range(forks):
                 process = os.fork()
                 if process == 0:
                     os.close(writing)
@@ -185,6 +182,7 @@ def run(
 def _start_rank(job: RankJob, rank: Rank) -> int:
     """Start a rank in a new interpreter."""
     os.set_inheritable(rank.end, True)
+    os.set_inheritable(rank.listener, True)
     command = f"from {__name__} import run_started_rank; run_started_rank()"
     file = rank.out / f"rank{rank.number}.pt"
     torch.save((job, rank), file)

@@ -67,7 +67,7 @@ class Runs:
         seconds = max(self.deadline - time.monotonic(), 1.0)
         out = Path(tempfile.mkdtemp(dir=self.folder))
         try:
-            return run(RecordedScript(job, feed), world, out, seconds, new_interpreters=True)
+            return run(RecordedScript(job, feed), world, out, seconds, forks=1)
         finally:
             put_back(out)
 
