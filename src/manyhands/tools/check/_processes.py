@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -27,10 +27,6 @@ from manyhands.tools.check._records import read
 IDLE = 8.0  # seconds without computation in any process, after which a run hangs
 POLL = 0.01  # seconds between looks at the files of a run
 POLL_WORK = 0.3  # seconds between looks at the processor time of a run
-ADVICE = {
-    "cuda": " No GPU is available: select the device with torch.cuda.is_available().",
-    "HTTP": " The check needs local files in place of downloads.",
-}
 
 
 @dataclass
@@ -99,15 +95,12 @@ class RankJob(Protocol):
     def run(self, rank: Rank) -> None: ...
 
 
-Record = TypeVar("Record")
-
-
 @dataclass
-class CheckRun(Generic[Record]):
+class CheckRun:
     """The result of a run."""
 
     folder: Path
-    records: list[Record] = field(default_factory=list)  # by rank; empty if the run failed
+    records: list[Any] = field(default_factory=list)  # by rank; empty if the run failed
     errors: dict[int, str] = field(default_factory=dict)  # by rank
     hangs: bool = False
     late: bool = False
@@ -125,7 +118,7 @@ class CheckRun(Generic[Record]):
         return " / ".join(filter(str.strip, output.splitlines()[-3:]))
 
     def why(self, where: str) -> str:
-        """Return the reason of the failure, with advice."""
+        """Return the reason of the failure."""
         if self.late:
             return f"{where}, the script exceeds the time limit. Raise --timeout."
         if self.hangs:
@@ -140,17 +133,13 @@ class CheckRun(Generic[Record]):
             last = line.strip() or last
             if last.startswith("File "):
                 place = f" ({last})"
-        advice = ""
-        if place:
-            for sign, tip in ADVICE.items():
-                if sign in text:
-                    advice += tip
-        elif self.last_output(rank):  # no traceback
-            advice = f" Last output: {self.last_output(rank)}"
-        return f"{where}, rank {rank} failed: {last}{place}.{advice}"
+        output = self.last_output(rank)
+        if output and not place:  # no traceback
+            place = f". Last output: {output}"
+        return f"{where}, rank {rank} failed: {last}{place}."
 
 
-def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> CheckRun[Any]:
+def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> CheckRun:
     """Run a job on `world` ranks, and return the records.
 
     The first `forks` ranks are forks, and the others are new interpreters.
@@ -218,8 +207,8 @@ def _run_rank(job: RankJob, rank: Rank) -> NoReturn:
         os._exit(70)
 
 
-def _wait_for(processes: list[int], out: Path, deadline: float) -> CheckRun[Any]:
-    found = CheckRun[Any](out)
+def _wait_for(processes: list[int], out: Path, deadline: float) -> CheckRun:
+    found = CheckRun(out)
     records = [out / f"record{rank}.pt" for rank in range(len(processes))]
     worked = -1.0  # seconds of processor time at the latest sign of work
     worked_at = time.monotonic()

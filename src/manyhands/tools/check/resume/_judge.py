@@ -19,7 +19,7 @@ from manyhands.tools.check._compare import gradient_distances
 from manyhands.tools.check._files import put_back
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._processes import CheckRun, run, single_thread
-from manyhands.tools.check._report import DIFFERS, EQUAL, UNKNOWN, finding
+from manyhands.tools.check._report import DIFFERS, EQUAL, UNKNOWN, describe, finding
 from manyhands.tools.check._runs import NotJudged
 from manyhands.tools.check.resume._case import ResumeCase, unequal_keys
 from manyhands.tools.check.resume._data_causes import DATA_CAUSES, variable_batch
@@ -86,7 +86,7 @@ class ResumeCheck:
         self.verdict.findings = [found]
         self.verdict.code = DIFFERS
 
-    def run(self, job: ResumeJob, ranks: int, forks: int) -> CheckRun[RankHistory]:
+    def run(self, job: ResumeJob, ranks: int, forks: int) -> CheckRun:
         job.kept.mkdir(exist_ok=True)
         out = Path(tempfile.mkdtemp(dir=self.folder))
         return run(job, ranks, out, max(self.deadline - time.monotonic(), 1.0), forks)
@@ -212,8 +212,6 @@ class ResumeCheck:
             self.verdict.code = DIFFERS
         elif unequal:
             raise NotJudged("the restored state is equal, but the script is not reproducible.")
-        elif case.same_ranks and random_state(case) is not None:
-            self.verdict.notes.append("the random state differs, without effect in these steps.")
 
     def find_unequal_runs(self, case: ResumeCase) -> str:
         """Return the state that differs between runs 1 and 3 at the kill."""
@@ -263,13 +261,9 @@ def describe_difference(whole: RankStep, resumed: RankStep, ranks: int) -> str:
         wrong = unequal_keys(getattr(whole, kind), getattr(resumed, kind))
         if not wrong or (ranks > 2 and (kind == "params" or not whole.grad_values)):
             continue
-        kind_values = kind.removesuffix("s") + "_values"
-        distances = gradient_distances(getattr(resumed, kind_values), getattr(whole, kind_values))
-        largest = max(distances.values(), default=1.0)
-        if ranks > 2 and largest < ROUNDING:
+        distances = gradient_distances(resumed.grad_values, whole.grad_values)
+        if ranks > 2 and max(distances.values(), default=1.0) < ROUNDING:
             continue  # DDP changes the order of sums after the first step
         name = "gradients" if kind == "grads" else "parameters"
-        worst = max(distances, key=lambda each: distances[each], default=wrong[0])
-        size = f", by {largest:.1%} in {worst}" if distances else ""
-        return f"{name} differ{size} ({len(wrong)} of {len(getattr(whole, kind))} differ)."
+        return f"{name} differ: {describe(wrong, len(getattr(whole, kind)))}."
     return ""
