@@ -134,11 +134,7 @@ def weighted_otherwise(case: Case) -> Finding | None:
         return None
     here, there = found
     place = a.last_pass
-    several = here.shape[1] > 1
     zero = here.abs() < EQUAL_FACTORS
-    if several and bool(zero.all(0).any()):
-        text = f"the step's gradient omits some passes: the weights are {rounded(here)}"
-        return finding("passes missing", text, place)
     if bool(zero.all(1).any()):
         ranks = ", ".join(map(str, zero.all(1).nonzero().flatten().tolist()))
         return finding("ranks missing", f"the gradient of rank {ranks} is omitted", place)
@@ -162,7 +158,7 @@ def weighted_otherwise(case: Case) -> Finding | None:
         return finding("token weights", text, place)
     if not all_ones(here):
         who = "ranks"
-        if several and bool((here.std(0, unbiased=False) < EQUAL_FACTORS).all()):
+        if here.shape[1] > 1 and bool((here.std(0, unbiased=False) < EQUAL_FACTORS).all()):
             who = "passes"
         text = f"the {who} have the weights {rounded(here)}, and in one process equal weights"
         return finding(f"{who} weighted", text, place)
