@@ -16,13 +16,6 @@ from manyhands.tools.check._processes import CheckRun, Rank, run, run_script
 from manyhands.tools.check._recorder import Recorder
 from manyhands.tools.check._records import Recording, Tensors
 
-# Settings of `CheckedScript` for errors of a single process.
-REMEDIES = {
-    "process group": "grouped",
-    "no_sync": "grouped",
-    "does not match the world size": "any_devices",
-}
-
 
 class NotJudged(Exception):
     """The reason why there is no verdict."""
@@ -115,10 +108,13 @@ class Runs:
             feed = Feed(plan, self.ranks.folder, self.ranks.records[0])
         job = replace(self.job, steps=steps or self.job.steps)
         made = self.run(job, 1, feed)
-        for sign, setting in REMEDIES.items():
-            if sign in "".join(made.errors.values()) and not getattr(self.job, setting):
-                self.job = replace(self.job, **{setting: True})
-                return self.run_one(plan, steps)
+        errors = "".join(made.errors.values())
+        if ("process group" in errors or "no_sync" in errors) and not job.grouped:
+            self.job = replace(self.job, grouped=True)
+            return self.run_one(plan, steps)
+        if "does not match the world size" in errors and not job.any_devices:
+            self.job = replace(self.job, any_devices=True)
+            return self.run_one(plan, steps)
         return made
 
     def replay(self, plan: FeedPlan) -> Recording | None:
