@@ -252,7 +252,28 @@ os.rename("new", "last")
     "load extra": 'assert os.path.exists("last/model.pt")',
 }
 # name: (slots of the right script, slots that the bug changes, the causes that may be named)
+NAMES = {
+    "data": """
+        names = sorted({f"{i}.txt" for i in range(48)})
+        rows = [int(name.removesuffix(".txt")) for name in names]
+        data = TensorDataset(torch.randn(48, 6)[rows], torch.randint(0, 3, (48,))[rows])
+    """,
+}
 RESUME_BUGS = {
+    "order of a set of strings": (
+        NAMES,
+        {"data": NAMES["data"].replace("sorted", "list")},
+        ["other samples"],
+    ),
+    "seed from the hash of a string": (
+        {},
+        {
+            "loader": RESUMING_DEFAULTS["loader"].replace(
+                "DistributedSampler(data)", "DistributedSampler(data, seed=hash('train') % 1000)"
+            )
+        },
+        ["shuffle order"],
+    ),
     "schedule not saved": ({}, {"load schedule": ""}, ["schedule not restored"]),
     "schedule made for the whole run again": (
         {},
@@ -398,6 +419,7 @@ RESUME_BUGS = {
 CHECKPOINTS_LATER = {"order drawn again": 13}  # steps before the checkpoint
 RESUME_RIGHT = {
     "plain": {},
+    "sorted set of strings": NAMES,
     "batch norm": NORM,
     "average": EMA,
     "shadow": SHADOW,

@@ -90,7 +90,7 @@ def test_parts_of_this_library_are_judged_right(part, tmp_path):
     slots = dict(wrap="import manyhands as mh", optimizer=PARTS[part])
     verdict = check_script(written(tmp_path, fill(**slots)))
     assert verdict.code == 0, verdict.as_text()
-    assert any("blocks" in note for note in verdict.notes) == (part == "DiLoCo")
+    assert verdict.blocks == (part == "DiLoCo")
     if part != "DiLoCo":
         verdict = check_script(
             written(tmp_path, fill(backward="(loss / world).backward()", **slots))
@@ -312,6 +312,34 @@ def test_a_group_that_one_process_would_not_make(backward, cause, tmp_path):
     assert verdict.code == (1 if cause else 0), verdict.as_text()
 
 
+LIGHTNING = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 3)
+    def training_step(self, batch, _):
+        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1]) / <divisor>
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+L.seed_everything(0)
+data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=3, **quiet)
+trainer.fit(Net(), DataLoader(data, batch_size=4, shuffle=True))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("divisor", "code"), [("1", 0), ("self.trainer.world_size", 1)])
+def test_a_lightning_trainer_with_two_devices(divisor, code, tmp_path):
+    pytest.importorskip("lightning")
+    verdict = check_script(written(tmp_path, LIGHTNING.replace("<divisor>", divisor)))
+    assert verdict.code == code, verdict.as_text()
+
+
 BLOCKS = """
 import torch
 import torch.distributed as dist
@@ -335,7 +363,7 @@ for x, y in DataLoader(data, 4, sampler=<sampler>):
 @pytest.mark.parametrize(
     ("every", "kept", "sampler", "code", "said"),
     [
-        (3, 4, "DistributedSampler(data)", 0, "equal after a round"),
+        (3, 4, "DistributedSampler(data)", 0, "equal after a sync round"),
         pytest.param(9, 4, "DistributedSampler(data)", 2, "no sync round", marks=pytest.mark.long),
         (2, 2, "DistributedSampler(data)", 1, "differ after every step"),
         pytest.param(2, 4, "None", 1, "the ranks see the same samples", marks=pytest.mark.long),

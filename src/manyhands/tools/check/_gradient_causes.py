@@ -82,21 +82,11 @@ def constant_factor(case: Case, factor: float) -> Finding:
     """Describe a common factor of all gradients."""
     step = case.pair()[0]
     ranks = len(case.ranks)
-    passes = max(len(step.passes), 1)
-    reasons = {  # the last match is printed
-        ranks * passes: "the gradient is a sum over ranks and passes, not an average",
-        1 / (ranks * passes): (
-            "the loss is divided by the number of passes, and by the world size as well"
-        ),
-        passes: "the loss is not divided by the number of passes",
-        1 / passes: "the loss is divided twice by the number of passes",
-        ranks: "the gradient is summed over the ranks, not averaged",
-        1 / ranks: "the loss is divided by the world size or is a sum, and is averaged as well",
-    }
     reason = ""
-    for value, text in reasons.items():
-        if abs(factor / value - 1) < EQUAL_FACTORS:
-            reason = f": {text}"
+    if abs(factor / ranks - 1) < EQUAL_FACTORS:
+        reason = ": the gradient is summed over the ranks, not averaged"
+    elif abs(factor * ranks - 1) < EQUAL_FACTORS:
+        reason = ": the loss is divided by the world size or is a sum, and is averaged as well"
     text = f"the gradient of {ranks} ranks is {factor:.4f} times that of one process"
     return finding("constant factor", f"{text}, for every parameter{reason}", step.last_pass)
 
@@ -144,11 +134,7 @@ def weighted_otherwise(case: Case) -> Finding | None:
         return None
     here, there = found
     place = a.last_pass
-    several = here.shape[1] > 1
     zero = here.abs() < EQUAL_FACTORS
-    if several and bool(zero.all(0).any()):
-        text = f"the step's gradient omits some passes: the weights are {rounded(here)}"
-        return finding("passes missing", text, place)
     if bool(zero.all(1).any()):
         ranks = ", ".join(map(str, zero.all(1).nonzero().flatten().tolist()))
         return finding("ranks missing", f"the gradient of rank {ranks} is omitted", place)
@@ -172,7 +158,7 @@ def weighted_otherwise(case: Case) -> Finding | None:
         return finding("token weights", text, place)
     if not all_ones(here):
         who = "ranks"
-        if several and bool((here.std(0, unbiased=False) < EQUAL_FACTORS).all()):
+        if here.shape[1] > 1 and bool((here.std(0, unbiased=False) < EQUAL_FACTORS).all()):
             who = "passes"
         text = f"the {who} have the weights {rounded(here)}, and in one process equal weights"
         return finding(f"{who} weighted", text, place)

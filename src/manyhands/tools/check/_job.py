@@ -15,7 +15,9 @@ class CheckedScript:
     module: bool = False  # `script` is the name of a module, as for `python -m`
     short: bool = True  # shorten epochs, to reach a second epoch
     accelerators: int = 0  # visible to the script; the CPU simulates each
+    # For replays:
     grouped: bool = False  # make a process group on a single rank
+    any_devices: bool = False  # Lightning accepts devices=2 on a single rank
 
     @property
     def folder(self) -> Path:

@@ -47,36 +47,34 @@ def check_script(
     *,
     ranks: int = 2,
     steps: int = 5,
-    float64: bool | None = None,
     seconds: float = 300.0,
     module: bool = False,
     allow: Collection[str] = (),
 ) -> Verdict:
     """Return whether a script or module trains on multiple ranks as in a single process.
 
-    Runs use float64, or the script's precision if `float64` is False, or, with None, if float64
-    fails. `allow` has names of accepted `EXCEPTIONS`.
+    `allow` has names of accepted `EXCEPTIONS`.
     """
-    job = CheckedScript(script, tuple(arguments), steps, float64 is not False, module)
+    job = CheckedScript(script, tuple(arguments), steps, module=module)
     deadline = time.monotonic() + seconds
     with single_thread(), tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
         runs = Runs(job, ranks, Path(folder), deadline)
-        verdict = _attempt_both(runs, fall_back=float64 is None)
+        verdict = _attempt_both(runs)
     if verdict.code == EQUAL and not verdict.exceptions.keys() <= set(allow):
         verdict.code = EXCEPT
     return verdict
 
 
-def _attempt_both(runs: Runs, fall_back: bool) -> Verdict:
+def _attempt_both(runs: Runs) -> Verdict:
     job = runs.job
     check = Check(runs)
-    check.attempt(fall_back)
+    check.attempt()
     if not check.needs_accelerators():
         return check.verdict
     simulating = replace(job, accelerators=runs.world)
     again = Runs(simulating, runs.world, runs.folder, runs.deadline)
     second = Check(again)
-    second.attempt(fall_back)
+    second.attempt()
     if second.verdict.code != UNKNOWN:
         second.verdict.notes.append("the CPU simulated an accelerator for each rank.")
         return second.verdict
@@ -94,9 +92,9 @@ class Check:
         self.floor = TIGHT  # larger distances are differences
         self.largest: list[float] = []  # largest distance in each step
 
-    def attempt(self, fall_back: bool) -> None:
+    def attempt(self) -> None:
         try:
-            self.judge(fall_back)
+            self.judge()
         except NotJudged as reason:
             self.verdict.code = UNKNOWN
             self.verdict.reason = str(reason)
@@ -105,8 +103,8 @@ class Check:
         unaveraged = any(found.cause == "not averaged" for found in self.verdict.findings)
         return self.runs.asked and (self.verdict.code == UNKNOWN or unaveraged)
 
-    def judge(self, fall_back: bool) -> None:
-        self.runs.run_ranks(fall_back)
+    def judge(self) -> None:
+        self.runs.run_ranks()
         self.case.ranks = self.runs.ranks.records
         if not self.runs.job.float64:
             self.floor = NATIVE
@@ -141,16 +139,16 @@ class Check:
             raise NotJudged("no sync round of blocks ends in these steps. Raise --steps.")
         self.verdict.code = EQUAL
         self.verdict.blocks = True
-        self.verdict.notes.append("blocks: ranks step alone, and are equal after a round.")
 
     def judge_values(self) -> None:
         self.check_movement()
         one = self.runs.first_replay()
         self.verdict.code = EQUAL
         reproducible = True
-        if self.compare(one):
+        if self.compare(one) and not self.allow_rates(one):
+            one = self.case.one or one  # with the rates of a scaling rule
             reproducible = self.measure_rounding(one)
-            if reproducible and self.compare(one):
+            if reproducible and self.compare(one) and not self.runs.plan.rates:
                 self.allow_rates(one)
         if self.case.difference is not None:
             self.explain(reproducible)
@@ -247,22 +245,23 @@ class Check:
             self.floor = max(self.floor, 30 * max(largest, default=0.0))
         return True
 
-    def allow_rates(self, plain: Recording) -> None:
-        """Accept rates that depend on the number of ranks."""
+    def allow_rates(self, plain: Recording) -> bool:
+        """Accept rates that depend on the number of ranks; return whether all else is equal."""
         name = self.name_rates(plain)
         if not name:
-            return
+            return False
         first = self.case.ranks[0]
         plan = replace(self.runs.plan, rates=True)
         one = self.runs.replay(plan)
-        if one is not None and (first.rule or compare(first, one, self.floor)[1] is None):
-            self.runs.plan = plan
-            if first.rule:
-                note = "one process used the ranks' rates and gains in the comparison."
-                self.verdict.notes.append(note)
-            else:
-                self.verdict.exceptions[name] = "; the comparison used the ranks' rates"
-            self.compare(one)
+        if one is None or (not first.rule and compare(first, one, self.floor)[1] is not None):
+            return False
+        self.runs.plan = plan
+        if first.rule:
+            note = "one process used the ranks' rates and gains in the comparison."
+            self.verdict.notes.append(note)
+        else:
+            self.verdict.exceptions[name] = "; the comparison used the ranks' rates"
+        return not self.compare(one)
 
     def name_rates(self, plain: Recording) -> str:
         """Return the name of the exception, or "" if the rates are a bug."""

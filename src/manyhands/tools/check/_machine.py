@@ -7,6 +7,8 @@ lower precisions, and reduces rounding by a factor of a billion.
 import functools
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -242,6 +244,14 @@ def _patch_groups(rank: Rank) -> None:
     for owner in (dist, dist.device_mesh):
         wrap(owner, "init_device_mesh", mesh)
     wrap(torch.multiprocessing, "spawn", spawn)
+
+
+def accept_any_devices() -> None:
+    """Let Lightning run on a single rank with any number of devices."""
+    for package in ("lightning.fabric", "lightning_fabric"):
+        with suppress(ImportError):
+            environments = import_module(f"{package}.plugins.environments")
+            environments.TorchElasticEnvironment.validate_settings = ignore
 
 
 def synchronized_norm(_: Any, module: Any, x: Tensor) -> Tensor:

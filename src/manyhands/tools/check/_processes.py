@@ -1,8 +1,8 @@
 """Start the processes of a run, wait for the end, and read the records.
 
-Ranks are forks of this process, which has imported torch. In a check of the ranks, ranks above 0
-start in new interpreters, to get different seeds of Python's string hashes. A run ends when all
-processes have written a record, a process fails, or no process computes.
+A rank is a fork of this process, which has imported torch, or a new interpreter, which has a
+different seed of Python's string hashes. A run ends when all processes have written a record, a
+process fails, or no process computes.
 """
 
 import os
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -27,10 +27,6 @@ from manyhands.tools.check._records import read
 IDLE = 8.0  # seconds without computation in any process, after which a run hangs
 POLL = 0.01  # seconds between looks at the files of a run
 POLL_WORK = 0.3  # seconds between looks at the processor time of a run
-ADVICE = {
-    "cuda": " No GPU is available: select the device with torch.cuda.is_available().",
-    "HTTP": " The check needs local files in place of downloads.",
-}
 
 
 @dataclass
@@ -99,15 +95,12 @@ class RankJob(Protocol):
     def run(self, rank: Rank) -> None: ...
 
 
-Record = TypeVar("Record")
-
-
 @dataclass
-class CheckRun(Generic[Record]):
+class CheckRun:
     """The result of a run."""
 
     folder: Path
-    records: list[Record] = field(default_factory=list)  # by rank; empty if the run failed
+    records: list[Any] = field(default_factory=list)  # by rank; empty if the run failed
     errors: dict[int, str] = field(default_factory=dict)  # by rank
     hangs: bool = False
     late: bool = False
@@ -125,7 +118,7 @@ class CheckRun(Generic[Record]):
         return " / ".join(filter(str.strip, output.splitlines()[-3:]))
 
     def why(self, where: str) -> str:
-        """Return the reason of the failure, with advice."""
+        """Return the reason of the failure."""
         if self.late:
             return f"{where}, the script exceeds the time limit. Raise --timeout."
         if self.hangs:
@@ -140,33 +133,26 @@ class CheckRun(Generic[Record]):
             last = line.strip() or last
             if last.startswith("File "):
                 place = f" ({last})"
-        advice = ""
-        if place:
-            for sign, tip in ADVICE.items():
-                if sign in text:
-                    advice += tip
-        elif self.last_output(rank):  # no traceback
-            advice = f" Last output: {self.last_output(rank)}"
-        return f"{where}, rank {rank} failed: {last}{place}.{advice}"
+        output = self.last_output(rank)
+        if output and not place:  # no traceback
+            place = f". Last output: {output}"
+        return f"{where}, rank {rank} failed: {last}{place}."
 
 
-def run(
-    job: RankJob, world: int, out: Path, seconds: float, new_interpreters: bool = False
-) -> CheckRun[Any]:
+def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> CheckRun:
     """Run a job on `world` ranks, and return the records.
 
-    With `new_interpreters`, only rank 0 is a fork.
+    The first `forks` ranks are forks, and the others are new interpreters.
     """
     reading, writing = os.pipe()
     processes: list[int] = []
     with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
         place = (world, out, listener.fileno(), listener.getsockname()[1], reading)
         try:
-            if new_interpreters:
-                for number in range(1, world):
-                    processes.append(_start_rank(job, Rank(number, *place)))
+            for number in range(forks, world):
+                processes.append(_start_rank(job, Rank(number, *place)))
             import_optimizers()
-            for number in range(world - len(processes)):
+            for number in range(forks):
                 process = os.fork()
                 if process == 0:
                     os.close(writing)
@@ -185,6 +171,7 @@ def run(
 def _start_rank(job: RankJob, rank: Rank) -> int:
     """Start a rank in a new interpreter."""
     os.set_inheritable(rank.end, True)
+    os.set_inheritable(rank.listener, True)
     command = f"from {__name__} import run_started_rank; run_started_rank()"
     file = rank.out / f"rank{rank.number}.pt"
     torch.save((job, rank), file)
@@ -220,8 +207,8 @@ def _run_rank(job: RankJob, rank: Rank) -> NoReturn:
         os._exit(70)
 
 
-def _wait_for(processes: list[int], out: Path, deadline: float) -> CheckRun[Any]:
-    found = CheckRun[Any](out)
+def _wait_for(processes: list[int], out: Path, deadline: float) -> CheckRun:
+    found = CheckRun(out)
     records = [out / f"record{rank}.pt" for rank in range(len(processes))]
     worked = -1.0  # seconds of processor time at the latest sign of work
     worked_at = time.monotonic()

@@ -48,13 +48,6 @@ def unequal_gradients(case: Case) -> Finding | None:
             return None  # a different cause
         if set(names).isdisjoint(moved):
             continue  # gradients of shards
-        on_all = set(step.grads)
-        for record in case.ranks:
-            on_all &= record.steps[number].grads.keys()
-        missing = [name for name in names if name not in on_all]
-        if missing:
-            text = f"in step {number + 1} only some ranks have a gradient of {describe(missing)}"
-            return finding("used by some ranks", text, step.last_pass)
         if step.before and not case.unequal("before", number):
             return finding("clipping norm", "each rank clips by a separate norm", step.place)
         least = ROUNDING * largest_size(step.grads)

@@ -50,10 +50,10 @@ LOOK = {
     "samples repeated": "the position in the epoch, and skipping of batches already used",
     "samples skipped": "the position in the epoch, and batches that are skipped twice",
     "epoch counter": "the epoch in the checkpoint, sampler.set_epoch(), and range(start, ...)",
-    "shuffle order": "the seed of the order. Derive it from the epoch, or save its generator",
+    "shuffle order": "the seed, from the epoch or a saved generator; sets and hashes of strings",
     "random state": "random states, saved for each rank and restored right before the loop",
     "random state of another rank": "saving a random state for each rank",
-    "other samples": "the split of the data, and the random numbers of augmentation",
+    "other samples": "the split of the data; sets and hashes of strings; random augmentation",
     "number of steps": "the number of remaining epochs or steps, and the restored counter",
 }
 

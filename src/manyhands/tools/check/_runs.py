@@ -37,6 +37,8 @@ class RecordedScript:
             if self.script.grouped:
                 torch.distributed.init_process_group()
                 torch.nn.Module.no_sync = lambda _: nullcontext()  # type: ignore[attr-defined]
+            if self.script.any_devices:
+                _machine.accept_any_devices()
             torch.manual_seed(0)  # equal in all runs of a script that sets no seed
             run_script(self.script)
         except BaseException:
@@ -59,22 +61,22 @@ class Runs:
         self.world = world
         self.folder = folder
         self.deadline = deadline
-        self.ranks = CheckRun[Recording](folder)
+        self.ranks = CheckRun(folder)
         self.plan = FeedPlan("joined", tuple(range(world)))  # of the compared replay
         self.failure = ""  # of the latest replay
 
-    def run(self, job: CheckedScript, world: int, feed: Feed | None = None) -> CheckRun[Recording]:
+    def run(self, job: CheckedScript, world: int, feed: Feed | None = None) -> CheckRun:
         seconds = max(self.deadline - time.monotonic(), 1.0)
         out = Path(tempfile.mkdtemp(dir=self.folder))
         try:
-            return run(RecordedScript(job, feed), world, out, seconds, new_interpreters=True)
+            return run(RecordedScript(job, feed), world, out, seconds, forks=1)
         finally:
             put_back(out)
 
-    def run_ranks(self, fall_back: bool) -> None:
-        """Run the ranks in float64; after a failure, `fall_back` selects the script's precision."""
+    def run_ranks(self) -> None:
+        """Run the ranks in float64, or in the script's precision if float64 fails."""
         self._run_short()
-        if self.ranks.errors and fall_back:
+        if self.ranks.errors:
             failed = self.ranks
             job = self.job
             self.job = replace(job, float64=False, short=True)
@@ -99,16 +101,20 @@ class Runs:
         asked = any(record.asked for record in self.ranks.records)
         return asked or (self.ranks.folder / "asked").exists()
 
-    def run_one(self, plan: FeedPlan | None, steps: int | None = None) -> CheckRun[Recording]:
+    def run_one(self, plan: FeedPlan | None, steps: int | None = None) -> CheckRun:
         """Run a single process as a replay, or with the script's data."""
         feed = None
         if plan is not None:
             feed = Feed(plan, self.ranks.folder, self.ranks.records[0])
         job = replace(self.job, steps=steps or self.job.steps)
         made = self.run(job, 1, feed)
-        for error in made.errors.values():
-            if "process group" in error or "no_sync" in error:
-                return self.run(replace(job, grouped=True), 1, feed)
+        errors = "".join(made.errors.values())
+        if ("process group" in errors or "no_sync" in errors) and not job.grouped:
+            self.job = replace(self.job, grouped=True)
+            return self.run_one(plan, steps)
+        if "does not match the world size" in errors and not job.any_devices:
+            self.job = replace(self.job, any_devices=True)
+            return self.run_one(plan, steps)
         return made
 
     def replay(self, plan: FeedPlan) -> Recording | None:

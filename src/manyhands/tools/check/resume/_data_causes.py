@@ -66,11 +66,6 @@ class EpochSamples:
     def never(self) -> int:
         return len(self.rest - self.got)
 
-    def counts(self) -> str:
-        if not self.seen or not (self.twice or self.never):
-            return ""
-        return f": the epoch has {self.twice} samples twice, and omits {self.never}"
-
 
 def indexed(case: ResumeCase) -> bool:
     for history in [*case.whole, *case.resumed]:
@@ -122,16 +117,13 @@ def describe_difference(
     epoch = whole.epoch_number(step)
     other = whole.epoch_number(there)
     if epoch != other and whole.position(step) == whole.position(there):
-        text = f"{place}, epoch {epoch} has the order of epoch {other}"
-        return finding("epoch counter", text + EpochSamples(case, step, by_index).counts())
+        return finding("epoch counter", f"{place}, epoch {epoch} has the order of epoch {other}")
     low, high = sorted((there, step))
     count = 0
     for history in case.whole:
         count += sum(len(one.samples(by_index)) for one in history.steps[low:high])
     if there < step:
         text = f"{place}, the run repeats {count} samples, from step {there + 1} on"
-        if whole.epochs[there] and whole.position(there) == 0 and epoch == other:
-            text += ", the first of the epoch"
         return finding("samples repeated", text)
     text = f"{place}, the run skips {count} samples, and continues with step {there + 1}"
     return finding("samples skipped", text)
@@ -154,9 +146,9 @@ def describe_order(case: ResumeCase, step: int, by_index: bool) -> Finding:
         if random_differs(case):
             return finding("random state", f"{text}, and the random state was not restored")
         return finding("other samples", text)
-    text = f"from step {step + 1} on, the order of samples differs{samples.counts()}"
-    if random_differs(case):
-        text += "; the random state was not restored either"
+    text = f"from step {step + 1} on, the order of samples differs"
+    if samples.twice:
+        text += f": the epoch has {samples.twice} samples twice"
     return finding("shuffle order", text)
 
 
@@ -176,7 +168,8 @@ def samples_on_other_ranks(case: ResumeCase, by_index: bool) -> Finding | None:
     ranks = f"after {len(case.killed)} ranks became {len(case.resumed)}"
     padding = max(len(case.killed), len(case.resumed))  # samples that fill the last batches
     if samples.twice > padding:
-        return finding("samples repeated", f"{ranks}{samples.counts()}")
+        text = f"{ranks}, the epoch has {samples.twice} samples twice"
+        return finding("samples repeated", text)
     if samples.never > padding:
         text = f"{ranks}, the epoch omits {samples.never} samples"
         return finding("samples skipped", text)

@@ -29,7 +29,7 @@ from manyhands.tools.check.resume._state import (
 
 LEAST_PART = 0.45  # of the trained parameters' bytes; a script may save 16 bits
 SCALER_STATE = ("scale", "_growth_tracker")
-VALUES = 3  # steps after the checkpoint with recorded values
+VALUES = 3  # steps after the checkpoint with recorded gradients
 
 
 class HistoryRecorder:
@@ -207,9 +207,7 @@ class HistoryRecorder:
             now.params[name] = digest_of(p)
             if p.grad is not None:
                 now.grads[name] = digest_of(p.grad)
-            if self.made < first + VALUES:
-                now.param_values[name] = copy_of(p)
-                if p.grad is not None:
+                if self.made < first + VALUES:
                     now.grad_values[name] = copy_of(p.grad)
 
     def _name_others(self, optimizer: Optimizer) -> None:

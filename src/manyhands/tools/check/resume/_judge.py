@@ -6,7 +6,8 @@
 3. The script runs without interruption up to the last step of run 2.
 
 The first state of run 2 must equal the last state of run 1. The steps of run 2 must equal the steps
-of run 3. Run 2 has a different seed, which matters if the script sets no seed.
+of run 3. Run 2 has a different seed, which matters if the script sets no seed, and different seeds
+of Python's string hashes, as after a real restart.
 """
 
 import tempfile
@@ -18,13 +19,11 @@ from manyhands.tools.check._compare import gradient_distances
 from manyhands.tools.check._files import put_back
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._processes import CheckRun, run, single_thread
-from manyhands.tools.check._report import DIFFERS, EQUAL, UNKNOWN, finding
+from manyhands.tools.check._report import DIFFERS, EQUAL, UNKNOWN, describe, finding
 from manyhands.tools.check._runs import NotJudged
 from manyhands.tools.check.resume._case import ResumeCase, unequal_keys
-from manyhands.tools.check.resume._checkpoints import CheckpointWatch
 from manyhands.tools.check.resume._data_causes import DATA_CAUSES, variable_batch
-from manyhands.tools.check.resume._history import VALUES, HistoryRecorder
-from manyhands.tools.check.resume._meeting import Meeting
+from manyhands.tools.check.resume._history import VALUES
 from manyhands.tools.check.resume._rate_causes import RATE_CAUSES
 from manyhands.tools.check.resume._records import RankHistory, RankStep
 from manyhands.tools.check.resume._report import ResumeVerdict
@@ -32,8 +31,6 @@ from manyhands.tools.check.resume._run_causes import RUN_CAUSES, number_of_steps
 from manyhands.tools.check.resume._runs import ResumeJob
 from manyhands.tools.check.resume._state_causes import STATE_CAUSES
 
-MOST_STEPS = 60  # to reach the end of the next epoch
-MOST_SECONDS = 5.0  # to reach the end of the next epoch
 ROUNDING = 1e-4  # relative difference of gradients after a different order of sums
 
 
@@ -89,29 +86,22 @@ class ResumeCheck:
         self.verdict.findings = [found]
         self.verdict.code = DIFFERS
 
-    def run(self, job: ResumeJob) -> CheckRun[RankHistory]:
+    def run(self, job: ResumeJob, ranks: int, forks: int) -> CheckRun:
         job.kept.mkdir(exist_ok=True)
         out = Path(tempfile.mkdtemp(dir=self.folder))
-        return run(job, job.meeting.ranks, out, max(self.deadline - time.monotonic(), 1.0))
+        return run(job, ranks, out, max(self.deadline - time.monotonic(), 1.0), forks)
 
     def interrupt(self) -> list[RankHistory]:
         """Kill the script after a checkpoint, and return the ranks' histories."""
         at = self.request.at
-
-        def enough(recorder: HistoryRecorder, watch: CheckpointWatch) -> bool:
-            if not recorder.made:
-                watch.seen = watch.signatures()  # files before the first step are no checkpoint
-                return False
-            return watch.written(recorder.least_size()) and recorder.made >= at
-
-        job = ResumeJob(self.request.script, Meeting(self.ranks), self.kept, (0,), 0, enough)
-        made = self.run(job)
+        job = ResumeJob(self.request.script, self.kept, (0,), 0, at, until_checkpoint=True)
+        made = self.run(job, self.ranks, forks=self.ranks)
         grouped = any(one.grouped for one in made.records)
         if self.request.ranks is None and not grouped and not made.late:
             # Without a process group, all ranks write to common files.
             put_back(self.kept)
             self.kept = self.folder / "files of one"
-            alone = self.run(replace(job, meeting=Meeting(1), kept=self.kept))
+            alone = self.run(replace(job, kept=self.kept), 1, forks=1)
             if not alone.failed or not made.failed:
                 made = alone
                 self.ranks = 1
@@ -142,13 +132,8 @@ class ResumeCheck:
         script = replace(script, arguments=(*script.arguments, *arguments))
         ranks = self.request.then or self.ranks
         files = tuple(killed[0].files)
-        steps = script.steps
-
-        def enough(recorder: HistoryRecorder, _: CheckpointWatch) -> bool:
-            return recorder.made >= steps and has_seen_an_epoch(recorder, 0)
-
-        job = ResumeJob(script, Meeting(ranks), self.kept, (0,), 0, enough, seed=1, files=files)
-        made = self.run(job)
+        job = ResumeJob(script, self.kept, (0,), 0, script.steps, seed=1, files=files)
+        made = self.run(job, ranks, forks=0)  # with new seeds of string hashes
         if made.failed:
             raise NotJudged(made.why("in the resumed run"))
         if not any(one.read for one in made.records):
@@ -186,15 +171,11 @@ class ResumeCheck:
         last = max(killed, at + max(len(one.steps) for one in resumed))
         if resumed[0].ended:
             last += 1  # if there is another step
-
-        def enough(recorder: HistoryRecorder, _: CheckpointWatch) -> bool:
-            return recorder.made >= last and has_seen_an_epoch(recorder, at)
-
         kept = self.folder / "files of the last run"
         states = (0, at, killed)
-        job = ResumeJob(self.request.script, Meeting(self.ranks), kept, states, at, enough)
+        job = ResumeJob(self.request.script, kept, states, at, last)
         try:
-            made = self.run(job)
+            made = self.run(job, self.ranks, forks=self.ranks)
         finally:
             put_back(kept)
         if made.failed:
@@ -231,8 +212,6 @@ class ResumeCheck:
             self.verdict.code = DIFFERS
         elif unequal:
             raise NotJudged("the restored state is equal, but the script is not reproducible.")
-        elif case.same_ranks and random_state(case) is not None:
-            self.verdict.notes.append("the random state differs, without effect in these steps.")
 
     def find_unequal_runs(self, case: ResumeCase) -> str:
         """Return the state that differs between runs 1 and 3 at the kill."""
@@ -272,17 +251,6 @@ class ResumeCheck:
                     return
 
 
-def has_seen_an_epoch(recorder: HistoryRecorder, first: int) -> bool:
-    """Return whether steps after `first` include the next epoch, or reach a limit."""
-    steps = recorder.history.steps[first:]
-    if not steps:
-        return False
-    seconds = time.monotonic() - recorder.began
-    if not steps[0].epoch or len(steps) >= MOST_STEPS or seconds > MOST_SECONDS:
-        return True
-    return len({step.epoch for step in steps}) > 2
-
-
 def describe_difference(whole: RankStep, resumed: RankStep, ranks: int) -> str:
     """Describe the first difference in a step."""
     if whole.samples(False) != resumed.samples(False):
@@ -293,13 +261,9 @@ def describe_difference(whole: RankStep, resumed: RankStep, ranks: int) -> str:
         wrong = unequal_keys(getattr(whole, kind), getattr(resumed, kind))
         if not wrong or (ranks > 2 and (kind == "params" or not whole.grad_values)):
             continue
-        kind_values = kind.removesuffix("s") + "_values"
-        distances = gradient_distances(getattr(resumed, kind_values), getattr(whole, kind_values))
-        largest = max(distances.values(), default=1.0)
-        if ranks > 2 and largest < ROUNDING:
+        distances = gradient_distances(resumed.grad_values, whole.grad_values)
+        if ranks > 2 and max(distances.values(), default=1.0) < ROUNDING:
             continue  # DDP changes the order of sums after the first step
         name = "gradients" if kind == "grads" else "parameters"
-        worst = max(distances, key=lambda each: distances[each], default=wrong[0])
-        size = f", by {largest:.1%} in {worst}" if distances else ""
-        return f"{name} differ{size} ({len(wrong)} of {len(getattr(whole, kind))} differ)."
+        return f"{name} differ: {describe(wrong, len(getattr(whole, kind)))}."
     return ""

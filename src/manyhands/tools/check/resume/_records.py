@@ -31,9 +31,7 @@ class RankStep:
     schedules: list[int] = field(default_factory=list)  # steps of each schedule
     grads: Digests = field(default_factory=dict)
     params: Digests = field(default_factory=dict)  # after the step
-    # Values, only of the first recorded steps.
-    grad_values: Tensors = field(default_factory=dict)
-    param_values: Tensors = field(default_factory=dict)
+    grad_values: Tensors = field(default_factory=dict)  # only of the first recorded steps
 
     def samples(self, by_index: bool) -> tuple[Any, ...]:
         found: list[Any] = []
