@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -47,7 +47,8 @@ class DryRun:
     the size of their keys and values. `keys` contains the keys written by this rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fake: bool = False) -> None:
+        self.fake = fake  # whether tensors have no memory
         self.clear()
 
     def clear(self) -> None:
@@ -191,8 +192,14 @@ class DryGroup(Group):
     alltoall_base = all_to_all_single
 
 
+def _without_memory() -> AbstractContextManager[None]:
+    from manyhands._ranks.fake_tensors import fake_tensors  # imports much of torch
+
+    return fake_tensors()
+
+
 @contextmanager
-def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
+def dry_run(world_size: int, rank: int = 0, *, fake: bool = False) -> Iterator[DryRun]:
     """Run the block as a single rank of `world_size`, without the other ranks.
 
     >>> import torch, manyhands as mh
@@ -211,6 +218,9 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
     are meaningless. Collectives, memory and Python's running time match a rank on GPUs with NCCL.
     `save` does not write files.
 
+    With `fake=True`, tensors have no memory (torch's FakeTensorMode), so that models can be larger
+    than memory. The block must create the model, and must not read values such as a loss.
+
     Yields counters: `calls` and `sent` of collectives by kind, and `requests`, `keys` and
     `store_bytes` of the store.
     """
@@ -224,7 +234,7 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
             "group before, or call torch.distributed.destroy_process_group() first."
         )
     names_of_torch()
-    counted = DryRun()
+    counted = DryRun(fake=fake)
 
     dist.Backend.register_backend(
         BACKEND, lambda _, rank, size, __: DryGroup(rank, size, counted), devices=["cpu", "cuda"]
@@ -233,7 +243,8 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
     hook = sys.excepthook
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     try:
-        yield counted
+        with _without_memory() if fake else nullcontext():
+            yield counted
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook  # torch's hook would print the rank before each line of an error

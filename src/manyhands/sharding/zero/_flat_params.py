@@ -255,7 +255,8 @@ class Shards:
     def moved(self) -> bool:
         """Whether `model.to(...)` or `half()` has moved parameters out of the buffers."""
         for i, (data, start) in self._where.items():
-            if self.params[i].data_ptr() != data.data_ptr() + start * data.element_size():
+            param = self.params[i]
+            if not torch._C._is_alias_of(param, data) or param.storage_offset() != start:
                 return True
         return False
 

@@ -1,0 +1,136 @@
+"""Tensors without memory, for dry runs of models that are larger than memory.
+
+    fake   results of factories (`torch.empty`, `torch.randn`, parameters of modules), and results
+           of operations with a fake tensor
+    real   tensors of Python or NumPy values, small integer tensors, and results of operations with
+           real tensors only
+
+Messages between ranks, step counts of optimizers, seeds and positions of data loaders are therefore
+real. If this library reads a fake value, such as a gradient norm, the number is 0. If the script or
+a block (whose schedule follows the reports of all workers) reads a fake value, an error follows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+from manyhands._warn import is_passed_over, user_line
+
+LARGEST = 2**24  # bytes of the real tensors that factories make: flags, seeds, orders, tokens
+# Words of torch's errors about fake tensors that do not come from an operation.
+NO_MEMORY = ("FakeTensor", "not supported for tensor subclasses")
+
+
+class PartlyFakeMode(FakeTensorMode):
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        is_factory = not types and not _has_tensor(args) and not _has_tensor(named.values())
+        if not types and not is_factory:
+            return func(*args, **named)
+        if types:
+            _check_no_real_parameters(args)
+        try:
+            made: Any = super().__torch_dispatch__(func, types, args, named)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if func is torch.ops.aten._local_scalar_dense.default and _library_reads():
+                return args[0].dtype == torch.bool  # as if finite; numbers are 0
+            raise RuntimeError(_no_value(user_line(sys._getframe()))) from error
+        if is_factory and isinstance(made, FakeTensor) and _is_small_integer(made):
+            return func(*args, **named)
+        return made
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    chunk = _fsdp_param._chunk_with_empty
+    # torch makes a view per rank, and uses two: at 8,192 ranks, minutes for a large model.
+    _fsdp_param._chunk_with_empty = _FewChunks
+    try:
+        with PartlyFakeMode():
+            yield
+    except (RuntimeError, TypeError) as error:
+        if not any(words in str(error) for words in NO_MEMORY):
+            raise
+        raise RuntimeError(_no_value(f"the script ({error})")) from error
+    finally:
+        _fsdp_param._chunk_with_empty = chunk
+
+
+class _FewChunks:
+    """The chunks of a tensor for N ranks, each created when it is read."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor = tensor
+        self.dim = dim
+        self.length = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, rank: int) -> Tensor:
+        start = rank * self.length
+        length = min(self.length, self.tensor.size(self.dim) - start)
+        if length <= 0:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, length)
+
+
+def _check_no_real_parameters(args: Sequence[Any]) -> None:
+    for arg in args:
+        if type(arg) is nn.Parameter:
+            raise RuntimeError(
+                f"the parameter of shape {tuple(arg.shape)} has memory. Create the model inside of "
+                "dry_run(fake=True), and parameters with functions such as torch.empty."
+            )
+
+
+def _no_value(reader: str) -> str:
+    return (
+        f"{reader} reads the value of a tensor, and tensors of dry_run(fake=True) have no values. "
+        "Leave the line out of the dry run, or use fake=False."
+    )
+
+
+def _library_reads() -> bool:
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != __name__ and name.partition(".")[0] == "manyhands":
+            return not name.startswith("manyhands.blocks")
+        if not is_passed_over(frame):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _has_tensor(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, Tensor):
+            return True
+        if isinstance(value, list | tuple) and _has_tensor(value):
+            return True
+    return False
+
+
+def _is_small_integer(made: FakeTensor) -> bool:
+    integer = not made.dtype.is_floating_point and not made.dtype.is_complex
+    return made.device.type == "cpu" and integer and made.nbytes <= LARGEST
