@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed import HashStore, Store
 
 from manyhands._arguments import format_bytes, whole
+from manyhands._warn import user_line
 
 BACKEND = "dry"  # not "gloo", so that the library behaves as on GPUs
 Group: Any = dist.ProcessGroup  # overloads in torch's types are incompatible with a subclass
@@ -38,6 +40,18 @@ def names_of_torch() -> Any:
     return _create_work_from_future, _clear_sharding_prop_cache
 
 
+@dataclass(frozen=True)
+class Collective:
+    """A collective or a save."""
+
+    operation: str
+    group: int  # index in `DryRun.groups`
+    nbytes: int  # of the tensors
+    sent: int  # bytes
+    shape: tuple[int, ...]  # of the first tensor
+    line: str  # of the script
+
+
 class DryRun:
     """Traffic and store requests of a rank, since the start or the last `clear`.
 
@@ -45,13 +59,17 @@ class DryRun:
     tensor of an all-reduce, the part for other ranks of an all-to-all, and (N-1)/N of the full
     tensor otherwise. `requests` contains the number of store requests by kind, and `store_bytes`
     the size of their keys and values. `keys` contains the keys written by this rank.
+
+    `sequence` contains the collectives in order, and `groups` the ranks of each process group.
     """
 
     def __init__(self, *, fake: bool = False) -> None:
         self.fake = fake  # whether tensors have no memory
+        self.groups: list[Sequence[int]] = []
         self.clear()
 
     def clear(self) -> None:
+        self.sequence: list[Collective] = []
         self.calls = Counter[str]()
         self.sent = Counter[str]()
         self.requests = Counter[str]()
@@ -112,11 +130,13 @@ def dry_group() -> Any:
 class DryGroup(Group):
     """A process group that answers as if all ranks had this rank's tensors."""
 
-    def __init__(self, rank: int, size: int, counted: DryRun) -> None:
+    def __init__(self, rank: int, size: int, counted: DryRun, ranks: Sequence[int] = ()) -> None:
         super().__init__(rank, size)
         self.counted = counted
         self._name = ""
         self._others = (size - 1) / size
+        self.number = len(counted.groups)
+        counted.groups.append(ranks)
 
     # torch's properties require a backend in C++.
     group_name = property(lambda self: self._name, lambda self, name: setattr(self, "_name", name))
@@ -130,10 +150,24 @@ class DryGroup(Group):
         if isinstance(tensors, Tensor):
             tensors = [tensors]
         self.counted.calls[kind] += 1
-        self.counted.sent[kind] += round(share * sum(tensor.nbytes for tensor in tensors))
+        self.counted.sent[kind] += self.record(kind, tensors, share)
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(result or tensors)
         return names_of_torch()[0](future)
+
+    def record(self, operation: str, tensors: Sequence[Tensor] = (), share: float = 0) -> int:
+        """Record a collective; return the sent bytes."""
+        groups = self.counted.groups
+        if not groups[self.number]:  # unknown to torch in `__init__`
+            groups[self.number] = dist.get_process_group_ranks(self)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        sent = round(share * nbytes)
+        shape: tuple[int, ...] = ()
+        if tensors:
+            shape = tuple(tensors[0].shape)
+        line = user_line(sys._getframe())
+        self.counted.sequence.append(Collective(operation, self.number, nbytes, sent, shape, line))
+        return sent
 
     def _sum(self, tensors: Any, options: Any) -> None:
         # The mean and the maximum of equal tensors are equal to the tensors.
@@ -218,11 +252,10 @@ def dry_run(world_size: int, rank: int = 0, *, fake: bool = False) -> Iterator[D
     are meaningless. Collectives, memory and Python's running time match a rank on GPUs with NCCL.
     `save` does not write files.
 
-    With `fake=True`, tensors have no memory (torch's FakeTensorMode), so that models can be larger
-    than memory. The block must create the model, and must not read values such as a loss.
+    With `fake=True`, tensors have no memory, so models can be larger than memory. Create the model
+    inside the block, and do not read values such as a loss.
 
-    Yields counters: `calls` and `sent` of collectives by kind, and `requests`, `keys` and
-    `store_bytes` of the store.
+    Yields counters of collectives and store requests.
     """
     world_size = whole("world_size", world_size, least=1)
     rank = whole("rank", rank, least=0)

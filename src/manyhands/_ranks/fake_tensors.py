@@ -1,13 +1,11 @@
 """Tensors without memory, for dry runs of models that are larger than memory.
 
-    fake   results of factories (`torch.empty`, `torch.randn`, parameters of modules), and results
-           of operations with a fake tensor
-    real   tensors of Python or NumPy values, small integer tensors, and results of operations with
-           real tensors only
+    fake   results of factories such as `torch.empty`, and of operations with a fake tensor
+    real   tensors of Python or NumPy values, small integer tensors, and results computed from these
 
-Messages between ranks, step counts of optimizers, seeds and positions of data loaders are therefore
-real. If this library reads a fake value, such as a gradient norm, the number is 0. If the script or
-a block (whose schedule follows the reports of all workers) reads a fake value, an error follows.
+Messages, step counts, seeds and positions of data loaders are therefore real. If this library reads
+a fake value, such as a gradient norm, the number is 0. If the script or a block reads one, an error
+follows: the schedule of a block depends on values.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from manyhands._warn import is_passed_over, user_line
 
-LARGEST = 2**24  # bytes of the real tensors that factories make: flags, seeds, orders, tokens
-# Words of torch's errors about fake tensors that do not come from an operation.
+LARGEST = 2**24  # bytes of real tensors from factories: flags, seeds, orders, tokens
+# Words of torch's errors outside of operations.
 NO_MEMORY = ("FakeTensor", "not supported for tensor subclasses")
 
 
@@ -64,9 +62,10 @@ class PartlyFakeMode(FakeTensorMode):
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    chunk = _fsdp_param._chunk_with_empty
+    module: Any = _fsdp_param
+    chunk = module._chunk_with_empty
     # torch makes a view per rank, and uses two: at 8,192 ranks, minutes for a large model.
-    _fsdp_param._chunk_with_empty = _FewChunks
+    module._chunk_with_empty = _FewChunks
     try:
         with PartlyFakeMode():
             yield
@@ -75,11 +74,11 @@ def fake_tensors() -> Iterator[None]:
             raise
         raise RuntimeError(_no_value(f"the script ({error})")) from error
     finally:
-        _fsdp_param._chunk_with_empty = chunk
+        module._chunk_with_empty = chunk
 
 
 class _FewChunks:
-    """The chunks of a tensor for N ranks, each created when it is read."""
+    """The chunks of a tensor, created when read."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self.tensor = tensor

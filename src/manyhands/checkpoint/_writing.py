@@ -70,9 +70,11 @@ def begin_save(
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Path, Callable[[], None]]:
     """Do all of a save except for writing. Return the path, and a function that writes."""
-    messages = SaveMessages.of(RankGroup.of(process_group))
+    ranks = RankGroup.of(process_group)
+    messages = SaveMessages.of(ranks)
     dry = dry_group()
     if dry is not None:
+        ranks._process_group.record("save")
         folder = DryFolder(folder.path)
         folder.fake = dry.counted.fake
     save = Save(folder, messages, options)

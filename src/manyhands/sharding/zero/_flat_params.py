@@ -256,7 +256,8 @@ class Shards:
         """Whether `model.to(...)` or `half()` has moved parameters out of the buffers."""
         for i, (data, start) in self._where.items():
             param = self.params[i]
-            if not torch._C._is_alias_of(param, data) or param.storage_offset() != start:
+            in_buffer = torch._C._is_alias_of(param, data)  # type: ignore[attr-defined]
+            if not in_buffer or param.storage_offset() != start:
                 return True
         return False
 
