@@ -5,7 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Muon
 
 import manyhands as mh
@@ -54,6 +56,20 @@ def counts(make_optimizer, level, rank, fake, rule=None):
 def test_messages_do_not_depend_on_memory(level, make_optimizer, rank):
     found = counts(make_optimizer, level, rank, fake=True)
     assert found == counts(make_optimizer, level, rank, fake=False)
+
+
+def test_messages_of_dtensors():
+    with mh.dry_run(8, fake=True) as counted:
+        model = fully_shard(make_model())
+        model(torch.randn(2, 64)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model[0].weight.full_tensor()
+        dist.barrier()
+    found = [(each.operation, each.nbytes) for each in counted.sequence]
+    fully = [(name, size) for name, size in found if name != "all_reduce"]
+    assert fully[:2] == [("all_gather", 51872), ("reduce_scatter", 51872)]
+    assert ("all_reduce", 4) in found  # the squared norm
+    assert found[-2:] == [("all_gather", 4 * 96 * 64), ("barrier", 0)]
 
 
 @pytest.mark.parametrize("level", [0, 2, 3])

@@ -134,7 +134,7 @@ class DryGroup(Group):
         super().__init__(rank, size)
         self.counted = counted
         self._name = ""
-        self._others = (size - 1) / size
+        self.others = (size - 1) / size
         self.number = len(counted.groups)
         counted.groups.append(ranks)
 
@@ -177,39 +177,41 @@ class DryGroup(Group):
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         self._sum(tensors, options)
-        return self._done("all_reduce", tensors, 2 * self._others)
+        return self._done("all_reduce", tensors, 2 * self.others)
 
     def reduce(self, tensors: Any, options: Any = None) -> Any:
         self._sum(tensors, options)
-        return self._done("reduce", tensors, self._others)
+        return self._done("reduce", tensors, self.others)
 
     def broadcast(self, tensors: Any, options: Any = None) -> Any:
-        return self._done("broadcast", tensors, self._others)
+        return self._done("broadcast", tensors, self.others)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: Any, options: Any = None) -> Any:
         all_rows = []
         for rows, own in zip(outputs, inputs, strict=True):
             for row in rows:
                 all_rows.append(row.copy_(own))
-        return self._done("all_gather", all_rows, self._others, outputs)
+        return self._done("all_gather", all_rows, self.others, outputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> Any:
         output.view(self.size(), -1).copy_(own.clone().view(1, -1))  # `own` may overlap
-        return self._done("all_gather", output, self._others)
+        return self._done("all_gather", output, self.others)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
         output.copy_(given.view(self.size(), *output.shape)[self.rank()].clone())
         self._sum(output, options)
-        return self._done("reduce_scatter", given, self._others, [output])
+        return self._done("reduce_scatter", given, self.others, [output])
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_cuts: Any, cuts: Any, options: Any = None
     ) -> Any:
         sizes = cuts or [len(given) // self.size()] * self.size()
-        own = given.split(sizes)[self.rank()]
-        for part in output.split(output_cuts or sizes):  # sizes may differ between ranks
-            part.copy_(own if part.shape == own.shape else part.new_zeros(()))
-        return self._done("all_to_all", given, 1 - len(own) / max(1, len(given)), [output])
+        kept = sizes[self.rank()]
+        if not self.counted.fake:
+            own = given.split(sizes)[self.rank()]
+            for part in output.split(output_cuts or sizes):  # sizes may differ between ranks
+                part.copy_(own if part.shape == own.shape else part.new_zeros(()))
+        return self._done("all_to_all", given, 1 - kept / max(1, len(given)), [output])
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Any:
         return self._done("send", tensors, 1)
@@ -217,7 +219,7 @@ class DryGroup(Group):
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Any:
         return self._done("receive", tensors, 0)
 
-    def barrier(self, options: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         return self._done("barrier", [], 0)
 
     # Names up to torch 2.12.

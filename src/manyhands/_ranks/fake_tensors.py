@@ -23,11 +23,19 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from manyhands._warn import is_passed_over, user_line
 
 LARGEST = 2**24  # bytes of real tensors from factories: flags, seeds, orders, tokens
+FUNCTIONAL = {  # names of torch's functions, and of `DryRun.calls`
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
 # Words of torch's errors outside of operations.
 NO_MEMORY = ("FakeTensor", "not supported for tensor subclasses")
 
@@ -53,8 +61,11 @@ class PartlyFakeMode(FakeTensorMode):
             made: Any = super().__torch_dispatch__(func, types, args, named)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if func is torch.ops.aten._local_scalar_dense.default and _library_reads():
-                return args[0].dtype == torch.bool  # as if finite; numbers are 0
+                dtype = args[0].dtype
+                return dtype == torch.bool or torch.zeros((), dtype=dtype).item()
             raise RuntimeError(_no_value(user_line(sys._getframe()))) from error
+        if func.namespace == "_c10d_functional":
+            _record(func.overloadpacket.__name__, args, made)
         if is_factory and isinstance(made, FakeTensor) and _is_small_integer(made):
             return func(*args, **named)
         return made
@@ -91,6 +102,15 @@ class _FewChunks:
         if length <= 0:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, start, length)
+
+
+def _record(name: str, args: Sequence[Any], made: Any) -> None:
+    """Record a collective of DTensor, which torch does not pass to the group of fake tensors."""
+    for words, counted in FUNCTIONAL.items():
+        if name.startswith(words):
+            tensors = made if counted == "all_gather" else args[0]
+            group: Any = _resolve_process_group(args[-1])
+            group._done(counted, tensors, (2 if counted == "all_reduce" else 1) * group.others)
 
 
 def _check_no_real_parameters(args: Sequence[Any]) -> None:
