@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Muon
 
 import manyhands as mh
+from manyhands.tools.plan._order import PeakMemory
 
 
 def make_model():
@@ -68,7 +69,7 @@ def test_messages_of_dtensors():
     found = [(each.operation, each.nbytes) for each in counted.sequence]
     fully = [(name, size) for name, size in found if name != "all_reduce"]
     assert fully[:2] == [("all_gather", 51872), ("reduce_scatter", 51872)]
-    assert ("all_reduce", 4) in found  # the squared norm
+    assert ("all_reduce", 24) in found  # six norms
     assert found[-2:] == [("all_gather", 4 * 96 * 64), ("barrier", 0)]
 
 
@@ -90,6 +91,24 @@ def test_a_model_larger_than_memory(level, tmp_path):
     assert counted.sent.total() > 2 * 4 * 4 * 100_000**2  # P and G, in float32
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_the_peak_is_planned_within_a_tenth(level):
+    def make():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)))
+
+    batch = torch.empty(256, 512, device="meta")
+    planned = mh.plan(make, workers=8, input=batch).rows[level].total
+    with mh.dry_run(8, fake=True), PeakMemory() as memory:
+        model = make()
+        model, optimizer = mh.shard(model, with_adamw(model), level=level)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(256, 512)).square().mean().backward()
+            optimizer.step()
+        del model, optimizer
+    assert planned == pytest.approx(memory.peak, rel=0.1)
 
 
 def test_seeds_data_and_buffers_are_real():
