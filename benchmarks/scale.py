@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import tempfile
 import threading
 import time
@@ -17,7 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim import SGD, AdamW
+from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.optim import SGD, AdamW, Muon
+from torch.profiler import ProfilerActivity, profile
 
 import manyhands as mh
 from manyhands._ranks.dry_run import CountingStore, DryRun
@@ -34,6 +38,8 @@ from manyhands._ranks.groups import connect
 from manyhands._ranks.presence import RollCall
 from manyhands.tools.plan._costs import round_cost
 from manyhands.tools.plan._model import measure, planned_optimizers
+from manyhands.tools.plan._order import PeakMemory
+from manyhands.tools.plan._plan import NAMES
 
 SIZES = (8, 128)  # 256 ranks in pairs would need 65,000 descriptors
 PATIENCE = timedelta(seconds=120)
@@ -192,6 +198,97 @@ def step(part: Part, size: int) -> list[str]:
     return [name, f"{size:,}", *megabytes, f"{1e3 * min(times):.0f}"]
 
 
+TOKENS = 4, 64  # of a pass in the table of peaks
+
+
+def pass_repeatedly(level: int, steps: int = 3) -> None:
+    model, optimizer = sharded(level)(build())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.zeros(*TOKENS, dtype=torch.long)).sum().backward()
+        optimizer.step()
+
+
+def allocated_peak(level: int, size: int) -> int:
+    """Return the peak of the bytes that torch's allocator reports to the profiler."""
+    with mh.dry_run(size), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        pass_repeatedly(level)
+    changes = []
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            changes.append((event.start_ns(), event.nbytes()))
+    return max(accumulate(nbytes for _, nbytes in sorted(changes)))
+
+
+def peak(level: int, size: int) -> list[str]:
+    """Return a row of the table of peaks: planned, without memory, and allocated."""
+    tokens = torch.empty(*TOKENS, dtype=torch.long, device="meta")
+    planned = mh.plan(build, workers=size, input=tokens).rows[level].total
+    with mh.dry_run(size, fake=True), PeakMemory() as memory:
+        pass_repeatedly(level)
+    allocated = allocated_peak(level, size)
+    assert 0.9 < planned / memory.peak < 1.1, (level, size, planned, memory.peak)
+    numbers = [f"{each / 1e6:.1f}" for each in (planned, memory.peak, allocated)]
+    return [NAMES[level], f"{size:,}", *numbers]
+
+
+class Layer(nn.Module):
+    """A layer of a Llama-like model of 70 billion parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.RMSNorm(8192) for _ in range(2)])
+        self.query = nn.Linear(8192, 8192, bias=False)
+        self.keys = nn.Linear(8192, 2048, bias=False)  # and values: 8 heads of 128
+        self.out = nn.Linear(8192, 8192, bias=False)
+        self.gate = nn.Linear(8192, 28672, bias=False)
+        self.up = nn.Linear(8192, 28672, bias=False)
+        self.down = nn.Linear(28672, 8192, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[0](x)
+        query = self.query(y).unflatten(-1, (64, 128)).transpose(1, 2)
+        keys, values = self.keys(y).unflatten(-1, (16, 128)).transpose(1, 2).chunk(2, 1)
+        y = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        return x + self.down(silu(self.gate(y)) * self.up(y))
+
+
+def build_large() -> nn.Module:
+    layers = [Layer() for _ in range(80)]
+    head = nn.Linear(8192, 128_256, bias=False)
+    return nn.Sequential(nn.Embedding(128_256, 8192), *layers, nn.RMSNorm(8192), head)
+
+
+def optimizers_of(model: nn.Module, kind: str) -> Any:
+    if kind == "AdamW":
+        return AdamW(model.parameters())
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for layer in model.children():
+        for param in layer.parameters():
+            (matrices if isinstance(layer, Layer) and param.dim() == 2 else others).append(param)
+    return [Muon(matrices), AdamW(others)]
+
+
+def large(level: int, kind: str) -> list[str]:
+    """Return a row for a step of 70 billion parameters as rank 0 of 8,192."""
+    began = time.monotonic()
+    with mh.dry_run(8192, fake=True) as counted, PeakMemory() as memory:
+        model = build_large()
+        model, optimizer = mh.shard(model, optimizers_of(model, kind), level=level)
+        model(torch.zeros(1, 4096, dtype=torch.long)).sum().backward()
+        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+            each.step()
+        peak = memory.peak
+        del model, optimizer
+    seconds = time.monotonic() - began
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    row = [f"{NAMES[level]}, {kind}", f"{seconds:.0f}", f"{time.process_time():.0f}"]
+    return [*row, f"{used / 2**30:.2f}", f"{peak / 2**30:.1f}", f"{counted.calls.total():,}"]
+
+
 def passed(what: str) -> int:
     """The bytes that this process has read ("rchar") or written ("wchar")."""
     lines = Path("/proc/self/io").read_text().splitlines()
@@ -268,9 +365,20 @@ def main() -> None:
             saves.append(checkpoint("a save on rank 0", 0, size, folder))
             saves.append(checkpoint("a load", 0, size, folder))
     saves.sort(key=lambda row: row[0])
+    peaks = []
+    for level, size in product(range(4), (8,) if args.quick else (8, 128)):
+        peaks.append(peak(level, size))
+    big = []
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # to measure memory
+        for level, kind in product((2, 3), () if args.quick else ("AdamW", "Muon")):
+            big.append(pool.apply(large, (level, kind)))
     tables = {
         "groups": by_ranks(groups, "requests", "bytes", "descriptors"),
         "steps": by_ranks(steps, "sent, MB", "held, MB", "CPU, ms"),
+        "peaks": by_ranks(peaks, "plan, MB", "dry run, MB", "allocated, MB"),
+        "large": pages.table(
+            " | seconds | CPU, s | memory, GiB | peak of the rank, GiB | collectives", big
+        ),
         "saves": by_ranks(saves, "requests", "messages, kB", "moved, MB", "CPU, ms"),
     }
     print(*tables.values(), sep="\n\n")

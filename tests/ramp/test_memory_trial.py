@@ -99,6 +99,8 @@ def test_mistakes_are_errors_that_say_what_to_do():
         mh.largest_micro_batch(model, loss, EXAMPLE, most=16)
     with pytest.raises(ValueError, match=r"the example's 2 sample.s. do not fit.*mh.plan"):
         mh.largest_micro_batch(model, Memory(0), EXAMPLE, most=16, memory="1 GiB")
+    with pytest.raises(ValueError, match="at least one sample, got 0"):
+        mh.largest_micro_batch(model, loss, (torch.ones(0, 8),), most=16, memory="1 GiB")
     with pytest.raises(ValueError, match="at least 2, got 0"):
         mh.largest_micro_batch(model, loss, EXAMPLE, most=0, memory="1 GiB")
 

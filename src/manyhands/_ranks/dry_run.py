@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed import HashStore, Store
 
 from manyhands._arguments import format_bytes, whole
+from manyhands._warn import user_line
 
 BACKEND = "dry"  # not "gloo", so that the library behaves as on GPUs
 Group: Any = dist.ProcessGroup  # overloads in torch's types are incompatible with a subclass
@@ -38,6 +40,18 @@ def names_of_torch() -> Any:
     return _create_work_from_future, _clear_sharding_prop_cache
 
 
+@dataclass(frozen=True)
+class Collective:
+    """A collective or a save."""
+
+    operation: str
+    group: int  # index in `DryRun.groups`
+    nbytes: int  # of the tensors
+    sent: int  # bytes
+    shape: tuple[int, ...]  # of the first tensor
+    line: str  # of the script
+
+
 class DryRun:
     """Traffic and store requests of a rank, since the start or the last `clear`.
 
@@ -45,12 +59,17 @@ class DryRun:
     tensor of an all-reduce, the part for other ranks of an all-to-all, and (N-1)/N of the full
     tensor otherwise. `requests` contains the number of store requests by kind, and `store_bytes`
     the size of their keys and values. `keys` contains the keys written by this rank.
+
+    `sequence` contains the collectives in order, and `groups` the ranks of each process group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fake: bool = False) -> None:
+        self.fake = fake  # whether tensors have no memory
+        self.groups: list[Sequence[int]] = []
         self.clear()
 
     def clear(self) -> None:
+        self.sequence: list[Collective] = []
         self.calls = Counter[str]()
         self.sent = Counter[str]()
         self.requests = Counter[str]()
@@ -111,11 +130,13 @@ def dry_group() -> Any:
 class DryGroup(Group):
     """A process group that answers as if all ranks had this rank's tensors."""
 
-    def __init__(self, rank: int, size: int, counted: DryRun) -> None:
+    def __init__(self, rank: int, size: int, counted: DryRun, ranks: Sequence[int] = ()) -> None:
         super().__init__(rank, size)
         self.counted = counted
         self._name = ""
-        self._others = (size - 1) / size
+        self.others = (size - 1) / size
+        self.number = len(counted.groups)
+        counted.groups.append(ranks)
 
     # torch's properties require a backend in C++.
     group_name = property(lambda self: self._name, lambda self, name: setattr(self, "_name", name))
@@ -129,10 +150,24 @@ class DryGroup(Group):
         if isinstance(tensors, Tensor):
             tensors = [tensors]
         self.counted.calls[kind] += 1
-        self.counted.sent[kind] += round(share * sum(tensor.nbytes for tensor in tensors))
+        self.counted.sent[kind] += self.record(kind, tensors, share)
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(result or tensors)
         return names_of_torch()[0](future)
+
+    def record(self, operation: str, tensors: Sequence[Tensor] = (), share: float = 0) -> int:
+        """Record a collective; return the sent bytes."""
+        groups = self.counted.groups
+        if not groups[self.number]:  # unknown to torch in `__init__`
+            groups[self.number] = dist.get_process_group_ranks(self)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        sent = round(share * nbytes)
+        shape: tuple[int, ...] = ()
+        if tensors:
+            shape = tuple(tensors[0].shape)
+        line = user_line(sys._getframe())
+        self.counted.sequence.append(Collective(operation, self.number, nbytes, sent, shape, line))
+        return sent
 
     def _sum(self, tensors: Any, options: Any) -> None:
         # The mean and the maximum of equal tensors are equal to the tensors.
@@ -142,39 +177,41 @@ class DryGroup(Group):
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         self._sum(tensors, options)
-        return self._done("all_reduce", tensors, 2 * self._others)
+        return self._done("all_reduce", tensors, 2 * self.others)
 
     def reduce(self, tensors: Any, options: Any = None) -> Any:
         self._sum(tensors, options)
-        return self._done("reduce", tensors, self._others)
+        return self._done("reduce", tensors, self.others)
 
     def broadcast(self, tensors: Any, options: Any = None) -> Any:
-        return self._done("broadcast", tensors, self._others)
+        return self._done("broadcast", tensors, self.others)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: Any, options: Any = None) -> Any:
         all_rows = []
         for rows, own in zip(outputs, inputs, strict=True):
             for row in rows:
                 all_rows.append(row.copy_(own))
-        return self._done("all_gather", all_rows, self._others, outputs)
+        return self._done("all_gather", all_rows, self.others, outputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> Any:
         output.view(self.size(), -1).copy_(own.clone().view(1, -1))  # `own` may overlap
-        return self._done("all_gather", output, self._others)
+        return self._done("all_gather", output, self.others)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
         output.copy_(given.view(self.size(), *output.shape)[self.rank()].clone())
         self._sum(output, options)
-        return self._done("reduce_scatter", given, self._others, [output])
+        return self._done("reduce_scatter", given, self.others, [output])
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_cuts: Any, cuts: Any, options: Any = None
     ) -> Any:
         sizes = cuts or [len(given) // self.size()] * self.size()
-        own = given.split(sizes)[self.rank()]
-        for part in output.split(output_cuts or sizes):  # sizes may differ between ranks
-            part.copy_(own if part.shape == own.shape else part.new_zeros(()))
-        return self._done("all_to_all", given, 1 - len(own) / max(1, len(given)), [output])
+        kept = sizes[self.rank()]
+        if not self.counted.fake:
+            own = given.split(sizes)[self.rank()]
+            for part in output.split(output_cuts or sizes):  # sizes may differ between ranks
+                part.copy_(own if part.shape == own.shape else part.new_zeros(()))
+        return self._done("all_to_all", given, 1 - kept / max(1, len(given)), [output])
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Any:
         return self._done("send", tensors, 1)
@@ -182,7 +219,7 @@ class DryGroup(Group):
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Any:
         return self._done("receive", tensors, 0)
 
-    def barrier(self, options: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         return self._done("barrier", [], 0)
 
     # Names up to torch 2.12.
@@ -191,8 +228,14 @@ class DryGroup(Group):
     alltoall_base = all_to_all_single
 
 
+def _without_memory() -> AbstractContextManager[None]:
+    from manyhands._ranks.fake_tensors import fake_tensors  # imports much of torch
+
+    return fake_tensors()
+
+
 @contextmanager
-def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
+def dry_run(world_size: int, rank: int = 0, *, fake: bool = False) -> Iterator[DryRun]:
     """Run the block as a single rank of `world_size`, without the other ranks.
 
     >>> import torch, manyhands as mh
@@ -211,8 +254,10 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
     are meaningless. Collectives, memory and Python's running time match a rank on GPUs with NCCL.
     `save` does not write files.
 
-    Yields counters: `calls` and `sent` of collectives by kind, and `requests`, `keys` and
-    `store_bytes` of the store.
+    With `fake=True`, tensors have no memory, so models can be larger than memory. Create the model
+    inside the block, and do not read values such as a loss.
+
+    Yields counters of collectives and store requests.
     """
     world_size = whole("world_size", world_size, least=1)
     rank = whole("rank", rank, least=0)
@@ -224,7 +269,7 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
             "group before, or call torch.distributed.destroy_process_group() first."
         )
     names_of_torch()
-    counted = DryRun()
+    counted = DryRun(fake=fake)
 
     dist.Backend.register_backend(
         BACKEND, lambda _, rank, size, __: DryGroup(rank, size, counted), devices=["cpu", "cuda"]
@@ -233,7 +278,8 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
     hook = sys.excepthook
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     try:
-        yield counted
+        with _without_memory() if fake else nullcontext():
+            yield counted
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook  # torch's hook would print the rank before each line of an error

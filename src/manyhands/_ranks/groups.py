@@ -117,7 +117,7 @@ def connect(
     size = len(ranks)
     dry = dry_group()
     if dry is not None:
-        return Lease(HeldGroup(DryGroup(rank, size, dry.counted)), tuple(ranks))
+        return Lease(HeldGroup(DryGroup(rank, size, dry.counted, ranks)), tuple(ranks))
     held = make_gloo(own_store, rank, size, timeout or default_pg_timeout)
     # Wrap the backend like torch does, so that profilers see the collectives.
     group = dist.ProcessGroup(own_store, rank, size)

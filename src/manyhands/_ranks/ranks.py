@@ -234,12 +234,18 @@ class RankGroup:
         """
         device = outgoing[0].device
         inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        incoming = list(inbox.split(list(sizes)))
+        incoming = [inbox[:0]] * self.size
+        start = 0
+        for rank, size in enumerate(sizes):
+            if size:
+                incoming[rank] = inbox[start : start + size]
+                start += size
         group = self._process_group
         if not self.on_gloo(device):
-            work = group.alltoall_base(
-                inbox, torch.cat(list(outgoing)), list(sizes), [len(data) for data in outgoing]
-            )
+            lengths = [len(data) for data in outgoing]
+            full = [data for data, length in zip(outgoing, lengths, strict=True) if length]
+            sent = torch.cat(full) if full else outgoing[0]
+            work = group.alltoall_base(inbox, sent, list(sizes), lengths)
             return incoming, [work]
         works = []
         for to, source in slices.partners(self):

@@ -7,14 +7,12 @@ often seen in a single line.
 
 from __future__ import annotations
 
-import linecache
-import os
 import sys
 import threading
 import time
 from types import FrameType
 
-from manyhands._warn import is_passed_over
+from manyhands._warn import user_line
 
 # Fraction of a core below which a thread or process counts as idle.
 THREAD_SHARE = 0.01
@@ -68,11 +66,7 @@ class Standstill:
             frame = frame.f_back  # such as an event or a lock
         if frame is None or not _module_of(frame).startswith(WAITING):
             return ""
-        while frame.f_back is not None and is_passed_over(frame):
-            frame = frame.f_back
-        path = frame.f_code.co_filename
-        code = linecache.getline(path, frame.f_lineno).strip() or f"{frame.f_code.co_name}()"
-        return f"{code} ({os.path.basename(path)}, line {frame.f_lineno})"
+        return user_line(frame)
 
     def _times(self) -> tuple[float, float]:
         """Return the processor time of the thread and of the process, in seconds."""

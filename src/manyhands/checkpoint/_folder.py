@@ -279,6 +279,8 @@ class Folder:
 class DryFolder(Folder):
     """The folder of a dry run, which writes no files."""
 
+    fake = False  # whether the tensors have no memory
+
     def begin(self, number: int | None, step: int | None) -> int:
         return number or 1
 

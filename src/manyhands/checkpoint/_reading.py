@@ -55,6 +55,12 @@ def load_newest(
     folder: Folder, run: RunObjects, process_group: dist.ProcessGroup | None
 ) -> dict[str, object]:
     """Load the newest checkpoint. If it is replaced by a newer checkpoint meanwhile, load that."""
+    dry = dry_group()
+    if dry is not None and dry.counted.fake:
+        raise ValueError(
+            f"mh.load cannot read {folder.path} into tensors of dry_run(fake=True), which have no "
+            "memory. Leave mh.load out of the dry run, or use fake=False."
+        )
     ranks = _join(process_group)
     with explained(ranks, f"while it loaded a checkpoint. {KILLED}"):
         prepare_to_load(run.optimizers)

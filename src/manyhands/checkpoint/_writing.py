@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from manyhands._ranks.agreement import NAMED, describe_error, raise_if_different, to_error
-from manyhands._ranks.dry_run import DryGroup, dry_group
+from manyhands._ranks.dry_run import dry_group
 from manyhands._ranks.groups import name_of_ranks
 from manyhands._ranks.message_box import HeartbeatMonitor, MessageBox
 from manyhands._ranks.presence import Presence, name_ranks
@@ -67,9 +67,13 @@ def begin_save(
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Path, Callable[[], None]]:
     """Do all of a save except for writing. Return the path, and a function that writes."""
-    messages = SaveMessages.of(RankGroup.of(process_group))
-    if isinstance(dist.group.WORLD, DryGroup):
+    ranks = RankGroup.of(process_group)
+    messages = SaveMessages.of(ranks)
+    dry = dry_group()
+    if dry is not None:
+        ranks._process_group.record("save")
         folder = DryFolder(folder.path)
+        folder.fake = dry.counted.fake
     save = Save(folder, messages, options)
     try:
         save.collect(run)
@@ -199,6 +203,8 @@ class Save:
 
     def _write_file(self) -> list[int]:
         entries = [entry for entry, _ in reversed(self._to_write)]
+        if isinstance(self.folder, DryFolder) and self.folder.fake:
+            return [0, 0, 0]
         with self.folder.create(self.name, file_name(self.messages.rank, self.token)) as file:
             return _format.write(file, entries, lambda _: self._to_write.pop()[1])
 

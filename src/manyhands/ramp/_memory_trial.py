@@ -67,7 +67,9 @@ def largest_micro_batch(
     if not tensors:
         raise TypeError(f"batch must be a batch of the loader, with tensors, got {shown(batch)}.")
     least = len(tensors[0])
-    whole("most", most, max(least, 1), "It must reach the example's number of samples.")
+    if least == 0:
+        raise ValueError("batch must have at least one sample, got 0. Pass a batch of the loader.")
+    whole("most", most, least, "It must reach the example's number of samples.")
     if memory is None and device.type == "cpu":
         raise ValueError(
             'memory= is required on a CPU, such as memory="6 GiB": a trial beyond the available '

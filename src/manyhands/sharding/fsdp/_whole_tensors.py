@@ -228,16 +228,14 @@ class WholeTensorOptimizer(DividedOptimizer):
         Tensors for the same rank are returned unchanged.
         """
         own = self._workers.rank
-        messages = []
-        expected = []
+        nothing = torch.empty(0, dtype=torch.uint8, device=like.device)
+        messages = [nothing] * len(outgoing)
+        expected = [0] * len(outgoing)
         for rank, tensors in enumerate(outgoing):
-            message = like.new_empty(0)
-            size = 0
             if rank != own:
-                message = torch.cat([message, *tensors])
-                size = sum(sizes[rank]) * like.element_size()
-            messages.append(message.view(torch.uint8))
-            expected.append(size)
+                if tensors:
+                    messages[rank] = torch.cat(tensors).view(torch.uint8)
+                expected[rank] = sum(sizes[rank]) * like.element_size()
         arrived, works = self._workers.all_to_all(messages, expected, TAG)
         for work in works:
             work.wait()
@@ -245,6 +243,8 @@ class WholeTensorOptimizer(DividedOptimizer):
         for rank, data in enumerate(arrived):
             if rank == own:
                 pieces.append(outgoing[own])
+            elif not sizes[rank]:
+                pieces.append([])
             else:
                 pieces.append(list(data.view(like.dtype).split(list(sizes[rank]))))
         return pieces

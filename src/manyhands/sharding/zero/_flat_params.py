@@ -255,7 +255,9 @@ class Shards:
     def moved(self) -> bool:
         """Whether `model.to(...)` or `half()` has moved parameters out of the buffers."""
         for i, (data, start) in self._where.items():
-            if self.params[i].data_ptr() != data.data_ptr() + start * data.element_size():
+            param = self.params[i]
+            in_buffer = torch._C._is_alias_of(param, data)  # type: ignore[attr-defined]
+            if not in_buffer or param.storage_offset() != start:
                 return True
         return False
 

@@ -1,9 +1,10 @@
-"""`manyhands plan`: compare the memory and communication of shardings."""
+"""`manyhands plan`: compare the memory and communication of shardings, or the ranks of a script."""
 
 from __future__ import annotations
 
 import ast
 import re
+import shlex
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from manyhands.tools.cli._terminal import show_progress, stop
+from manyhands.tools.cli._terminal import printable, show_progress, stop
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from manyhands.tools.plan import Plan
 
 Model = Annotated[
-    str,
+    str | None,
     typer.Argument(
         metavar="MODULE:FUNCTION",
         help="The function that builds the model, such as my_module:build_model.",
@@ -35,7 +36,9 @@ OptimizerOptions = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=VALUE", help="An option, such as momentum=0.9; repeatable."),
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Number of workers.")]
+Workers = Annotated[
+    int, typer.Option("--workers", "--ranks", min=1, help="Number of workers, or of ranks.")
+]
 Memory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Memory of each worker, such as 24GiB.")
 ]
@@ -73,10 +76,21 @@ PassSeconds = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="Time of a forward and backward pass on a worker."),
 ]
+Script = Annotated[
+    str | None,
+    typer.Option(
+        metavar="'SCRIPT.py [ARGUMENTS]...'",
+        help="Instead of a model: a training script, to compare the collectives of three ranks.",
+    ),
+]
+Steps = Annotated[int, typer.Option(min=1, help="With --script: end before a later step.")]
+Values = Annotated[
+    bool, typer.Option("--values", help="With --script: allocate tensors, for scripts that read.")
+]
 
 
 def plan(
-    model: Model,
+    model: Model = None,
     optimizer: OptimizerName = "adamw",
     optimizer_option: OptimizerOptions = None,
     workers: Workers = 8,
@@ -89,13 +103,26 @@ def plan(
     latency: Latency = 0.0,
     pass_seconds: PassSeconds = 0.0,
     mesh: Mesh = None,
+    script: Script = None,
+    steps: Steps = 5,
+    values: Values = False,
 ) -> None:
     """Compare shardings of a model: memory, communication, and fit.
 
     The model is built on torch's meta device, without memory. Exit code 1: no sharding fits.
 
-    Example: `manyhands plan my_module:build_model --workers 8 --memory 24GiB`
+    With --script, run a script as ranks 0, 1 and N - 1 of N, without memory, and compare the order
+    of collectives. Exit code 1: ranks would hang.
+
+    Examples: `manyhands plan my_module:build_model --workers 8 --memory 24GiB`,
+    `manyhands plan --script train.py --ranks 8192`
     """
+    if (model is None) == (script is None):
+        stop("plan", "give either MODULE:FUNCTION, such as my_module:build_model, or --script.")
+    if script is not None:
+        _print_order(script, workers, steps, values)
+        return
+    assert model is not None
     options = dict(map(_parse_option, optimizer_option or []))
     shapes = list(map(_parse_input, input or []))
     named = {name for name, _, _ in shapes if name}
@@ -135,6 +162,22 @@ def plan(
             stop("plan", *str(error).splitlines())
     _print_plan(found)
     if found.cheapest is None:
+        raise typer.Exit(1)
+
+
+def _print_order(script: str, ranks: int, steps: int, values: bool) -> None:
+    name, *arguments = shlex.split(script) or [""]
+    if not Path(name).is_file():
+        stop("plan", f"--script takes a Python script with arguments, and {name!r} is not a file.")
+    with show_progress(f"running {name} as one of {ranks:,} ranks"):
+        from manyhands.tools.plan._order import compare_order
+
+        try:
+            found = compare_order(name, arguments, world_size=ranks, steps=steps, fake=not values)
+        except RuntimeError as error:
+            stop("plan", *str(error).splitlines())
+    typer.echo("\n".join(map(printable, str(found).splitlines())))
+    if found.difference:
         raise typer.Exit(1)
 
 

@@ -3,6 +3,7 @@
 _plan.py    `plan`: compare the shardings of a model
 _model.py   convert a module and its optimizers to sizes
 _costs.py   compute memory, bytes sent and collectives from sizes
+_order.py   compare the order of collectives between the ranks of a script
 _shard.py   `shard`: shard a model and its optimizers
 """
 

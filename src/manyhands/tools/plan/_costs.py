@@ -65,7 +65,7 @@ class ParamSize:
         return self.state_fixed + self.state_per_element * elements
 
     def shard_elements(self, workers: int) -> int:
-        """Elements of the largest FSDP shard, to which all shards are padded."""
+        """Elements of the largest FSDP shard."""
         return -(-self.rows // workers) * (self.elements // max(1, self.rows))
 
 
@@ -82,8 +82,6 @@ class OptimizerParams:
 
 @dataclass(frozen=True)
 class WrapParams:
-    """The parameters of an FSDP wrap."""
-
     params: tuple[ParamSize, ...]
     outer: int | None = None  # index of the enclosing wrap
 
@@ -136,12 +134,10 @@ class Cost:
 
 
 def _sent_per_worker(size: int, workers: int) -> int:
-    """Return a worker's bytes in an all-gather or reduce-scatter."""
     return round(size * (workers - 1) / workers)
 
 
 def rule_cost(groups: int, workers: int, gloo: bool) -> tuple[int, int]:
-    """Return the bytes and collectives that a scaling rule adds to a measured step."""
     # A payload has two numbers per parameter group, plus claims of all ranks.
     if gloo:  # an all-gather
         numbers = (2 * groups + len(CLAIMS)) * workers
@@ -163,7 +159,6 @@ def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
 
 
 def hybrid_cost(sizes: ModelSizes, mesh: tuple[int, int], gloo: bool, replicas: int = 0) -> Cost:
-    """Return the cost of FSDP on a mesh of copies and shards."""
     copies, shards = mesh
     cost = _fsdp_cost(sizes, shards, gloo, copies)
     cost = replace(cost, saved=_written(cost.parameters + cost.optimizer, copies))
@@ -171,7 +166,6 @@ def hybrid_cost(sizes: ModelSizes, mesh: tuple[int, int], gloo: bool, replicas: 
 
 
 def _written(alike: int, workers: int) -> int:
-    """Return the bytes per writer of replicated data."""
     return alike // max(1, min(workers, -(-alike // LEAST)))
 
 

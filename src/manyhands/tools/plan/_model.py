@@ -78,14 +78,12 @@ class PlannedOptimizer:
 
     @property
     def wants_whole_tensors(self) -> bool:
-        """Whether FSDP needs a `WholeTensorOptimizer`."""
         return not self.elementwise or traits_of(self.kind).on_full_tensors
 
 
 def planned_optimizers(
     optimizer: object, options: Mapping[str, object], model: nn.Module
 ) -> list[PlannedOptimizer]:
-    """Convert a name, class, optimizer or list."""
     several = [optimizer]
     if isinstance(optimizer, list | tuple):
         several = list(optimizer)
@@ -193,7 +191,6 @@ def _param_size(
 
 
 def wrap_size_of(model: nn.Module) -> int:
-    """Return the minimum number of elements of an FSDP wrap."""
     elements = count_elements(model)
     # With 1/50 of the model per wrap, gathered tensors need little memory.
     size = min(LARGEST_WRAP, max(1, elements // 50))

@@ -172,7 +172,6 @@ def _ranks_of_mesh(
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[Optimizer]:
-    """Return the optimizers as a list."""
     one_of("level", level, ("auto", 0, 1, 2, 3))
     if not isinstance(model, nn.Module):
         given = type(model).__name__
