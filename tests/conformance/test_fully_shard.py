@@ -8,7 +8,6 @@ samples of all ranks.
 
 import collections
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -141,14 +140,16 @@ def train_biases(model, step):
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_train_mixed_requires_grad_per_group(reshard, checkpointed):
-    def make(freeze=False):
-        model = nn.Sequential(*(Mlp(checkpointed) for _ in range(3)))
-        if freeze:
-            train_biases(model, 0)
+    def frozen_after_the_wrap():
+        return nn.Sequential(*(Mlp(checkpointed) for _ in range(3)))
+
+    def frozen_before():
+        model = frozen_after_the_wrap()
+        train_biases(model, 0)
         return model
 
-    compare(partial(make, freeze=True), "012", reshard)
-    compare(make, "012", reshard, change=train_biases)  # frozen after the wrap
+    compare(frozen_before, "012", reshard)
+    compare(frozen_after_the_wrap, "012", reshard, change=train_biases)
 
 
 @pytest.mark.parametrize("unfreeze", [False, True])
@@ -177,15 +178,11 @@ def test_multi_forward_mixed_requires_grad(reshard):
 
 
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_unused_forward_output(reshard):
+def test_unused_forward_output_and_module(reshard):
     def loss(out, step):
         return (out[0] * out[1]).sum() if step < 3 else out[0].sum()
 
     compare(lambda: Pair(True), ["first"], reshard, loss=loss)
-
-
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_unused_forward_module(reshard):
     compare(lambda: Pair(False), ["first", "second"], reshard)
 
 

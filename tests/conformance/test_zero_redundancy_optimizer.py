@@ -8,6 +8,7 @@ trains with both optimizers, and returns the values that must agree.
 import copy
 import itertools
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -90,46 +91,23 @@ def lr_scheduler(make):
     return history
 
 
-class StepWithArgument(SGD):
-    def step(self, closure=None, seen=None):
+class AddsOption(SGD):
+    def step(self, closure=None, value=0.5):
         super().step()
-        seen.append(5)
+        self.param_groups[0]["new"] = value
 
 
-class StepAddsOption(SGD):
-    def step(self, closure=None):
-        super().step()
-        self.param_groups[0]["new"] = 0.1
-
-
-class StepWithoutClosure(SGD):
+class WithoutClosure(SGD):
     def step(self):
         return super().step()
 
 
-def step_with_kwargs(make):
+def step_of(kind, *given, make, **arguments):
     x = one()
-    seen = []
-    optimizer = make([x], StepWithArgument, lr=0.1)
+    optimizer = make([x], kind, lr=0.1)
     x.backward()
-    optimizer.step(0, seen=seen)
-    return x, len(seen) > 0
-
-
-def step_with_extra_inner_key(make):
-    x = one()
-    optimizer = make([x], StepAddsOption, lr=0.1)
-    x.backward()
-    optimizer.step()
-    return x, optimizer.param_groups[0]["new"]
-
-
-def step_without_closure(make):
-    x = one()
-    optimizer = make([x], StepWithoutClosure, lr=0.1)
-    x.backward()
-    optimizer.step()
-    return x
+    optimizer.step(*given, **arguments)
+    return x, optimizer.param_groups[0].get("new")
 
 
 def zero_grad(make):
@@ -156,15 +134,7 @@ def constructor(make):
 
 
 def step(make):
-    model = layers(1, 1)
-    optimizer = make(model.parameters(), SGD, lr=0.01)
-    model(torch.tensor([dist.get_rank() + 1.0])).backward()
-    averaged(model)
-    optimizer.step()
-    return copied(model.parameters())
-
-
-def step_with_closure(make):
+    """With and without a closure, which averages here."""
     model = layers(1, 1)
     optimizer = make(model.parameters(), SGD, lr=0.1)
     x = torch.tensor([dist.get_rank() + 1.0])
@@ -176,7 +146,10 @@ def step_with_closure(make):
         averaged(model)
         return loss
 
-    return optimizer.step(closure=closure), copied(model.parameters())
+    closure()
+    optimizer.step()
+    after_one = copied(model.parameters())
+    return optimizer.step(closure=closure), after_one, copied(model.parameters())
 
 
 def multiple_param_groups(make):
@@ -230,59 +203,55 @@ def nondefault_process_group(make):
     return copied(model.parameters())
 
 
-def local_optimizer_parity(kind, maximize):
-    def case(make):
-        model = layers(2, 3, 3, 3)
-        optimizer = make(model.parameters(), kind, lr=1e-3, maximize=maximize)
-        ddp = DistributedDataParallel(model, find_unused_parameters=True)
-        twin = copy.deepcopy(model)
-        plain = kind(twin.parameters(), lr=1e-3, maximize=maximize)
-        twin_ddp = DistributedDataParallel(twin, find_unused_parameters=True)
-        torch.manual_seed(dist.get_rank())
+def local_optimizer_parity(kind, maximize, make):
+    model = layers(2, 3, 3, 3)
+    optimizer = make(model.parameters(), kind, lr=1e-3, maximize=maximize)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    twin = copy.deepcopy(model)
+    plain = kind(twin.parameters(), lr=1e-3, maximize=maximize)
+    twin_ddp = DistributedDataParallel(twin, find_unused_parameters=True)
+    torch.manual_seed(dist.get_rank())
 
-        def check_step():
-            x = torch.rand(64, 2)
-            for module, its_optimizer in ((ddp, optimizer), (twin_ddp, plain)):
-                its_optimizer.zero_grad()
-                module(x).abs().sum().backward()
-                its_optimizer.step()
-            torch.testing.assert_close(copied(model.parameters()), copied(twin.parameters()))
+    def check_step():
+        x = torch.rand(64, 2)
+        for module, its_optimizer in ((ddp, optimizer), (twin_ddp, plain)):
+            its_optimizer.zero_grad()
+            module(x).abs().sum().backward()
+            its_optimizer.step()
+        torch.testing.assert_close(copied(model.parameters()), copied(twin.parameters()))
 
-        for number in range(20):
-            check_step()
-            if number > 10:
-                for module in (model, twin):
-                    next(module.parameters()).requires_grad = bool(number % 2)
-        of_plain = copy.deepcopy(plain.state_dict())
-        of_sharded = on_all_ranks(optimizer)
-        for to_plain, to_sharded in ((of_sharded, of_plain), (of_plain, of_sharded)):
-            # Copies, because torch's optimizer clears the loaded dict.
-            plain.load_state_dict(copy.deepcopy(to_plain))
-            optimizer.load_state_dict(copy.deepcopy(to_sharded))
-            check_step()
-        return copied(model.parameters())
-
-    case.__name__ = f"local_optimizer_parity-{kind.__name__}-{maximize}"
-    return case
+    for number in range(20):
+        check_step()
+        if number > 10:
+            for module in (model, twin):
+                next(module.parameters()).requires_grad = bool(number % 2)
+    of_plain = copy.deepcopy(plain.state_dict())
+    of_sharded = on_all_ranks(optimizer)
+    for to_plain, to_sharded in ((of_sharded, of_plain), (of_plain, of_sharded)):
+        # Copies, because torch's optimizer clears the loaded dict.
+        plain.load_state_dict(copy.deepcopy(to_plain))
+        optimizer.load_state_dict(copy.deepcopy(to_sharded))
+        check_step()
+    return copied(model.parameters())
 
 
 ON_ONE = [
     state_dict,
     lr_scheduler,
-    step_with_kwargs,
-    step_with_extra_inner_key,
-    step_without_closure,
+    partial(step_of, AddsOption),  # an added option
+    partial(step_of, AddsOption, 0, value=0.1),  # arguments of step
+    partial(step_of, WithoutClosure),
     zero_grad,
     constructor,
 ]
+PARITY = itertools.product((Adam, AdamW, SGD), (False, True))
 ON_THREE = [
-    step,
-    step_with_closure,
+    step,  # two cases
     lr_scheduler,
     multiple_param_groups,
     collect_shards,
     nondefault_process_group,
-    *(local_optimizer_parity(kind, up) for kind in (Adam, AdamW, SGD) for up in (False, True)),
+    *(partial(local_optimizer_parity, *options) for options in PARITY),
 ]
 
 
@@ -295,7 +264,7 @@ def test_oss_agrees_with_zero_redundancy_optimizer(ranks, cases):
             results = []
             for make in (zero, oss):
                 torch.manual_seed(1)
-                results.append(case(make))
+                results.append(case(make=make))
             torch.testing.assert_close(results[1], results[0], msg=lambda m, c=case: f"{c}: {m}")
 
     run_ranks(ranks, run)
