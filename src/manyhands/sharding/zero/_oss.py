@@ -243,6 +243,12 @@ class OSS(DividedOptimizer):
                 "these parameters are already sharded, as by FullyShardedDataParallel. Pass them "
                 "to the optimizer directly, or to WholeTensorOptimizer if it needs whole tensors."
             )
+        for param in params:
+            if param.layout != torch.strided:
+                raise ValueError(
+                    f"OSS needs dense parameters, got a parameter with layout {param.layout}. "
+                    "Pass sparse parameters to a separate optimizer."
+                )
 
     def _take_in_last_group(self) -> None:
         self._shards.extend(self.param_groups[-1]["params"])
