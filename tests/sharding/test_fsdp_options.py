@@ -107,7 +107,7 @@ def test_float16_with_loss_scaling_trains_as_float32(workers):
     def run():
         model = nested(make_model(torch.float32), mixed_precision=True)
         optimizer = SGD(model.parameters(), lr=0.05)
-        scaler = mh.ShardedGradScaler("cpu", init_scale=2.0**17, growth_interval=100)
+        scaler = mh.ShardedGradScaler(device="cpu", init_scale=2.0**17, growth_interval=100)
         x, y = make_batches(6, 1, workers, dtype=torch.float32)
         for step in range(6):
             optimizer.zero_grad()

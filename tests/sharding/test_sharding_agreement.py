@@ -212,10 +212,6 @@ def one_broadcasts_buffers(rank):
     wrapped(Twins("ab"), broadcast_buffers=rank == 0)
 
 
-def one_sets_the_size_of_buckets(rank):
-    wrapped(Twins("ab"), reduce_buffer_size=4 if rank else None)
-
-
 MODULES = {
     layers_of_one_shape_in_another_order: (
         "in the module. The first that differs is number 0: rank 0: a.weight (2, 2) float32 on "
@@ -232,7 +228,6 @@ MODULES = {
     ),
     one_takes_rank_0s_values: "values of sync_models_at_startup: rank 0: True; rank 1: False",
     one_broadcasts_buffers: "values of broadcast_buffers: rank 0: True; rank 1: False",
-    one_sets_the_size_of_buckets: "values of reduce_buffer_size: rank 0: None; rank 1: 4",
 }
 
 

@@ -91,11 +91,9 @@ def test_optimizers_that_begin_with_state_take_in_what_thaws():
 
     def rank():
         module = frozen()
-        options = {"lr": 0.1, "initial_accumulator_value": 0.3}
+        options = {"lr": 0.1, "initial_accumulator_value": 0.3, "bucket_size": 100}
         optimizer = oss(module.parameters(), Adagrad, **options)
-        model = mh.ShardedDataParallel(
-            module, optimizer, reduce_buffer_size=100, warn_on_trainable_params_changed=False
-        )
+        model = mh.ShardedDataParallel(module, optimizer, warn_on_trainable_params_changed=False)
         return run(module, model, optimizer, dist.get_rank())
 
     module = frozen()
@@ -200,12 +198,11 @@ def test_state_that_cannot_be_collected_is_an_error_everywhere():
     raises_on_ranks(2, TypeError, run, match="in Lists has a list as 'history'")
 
 
-@pytest.mark.parametrize("option", ["layout", "bucket_size", "broadcast_fp16", "reduce_dtype"])
+@pytest.mark.parametrize("option", ["layout", "bucket_size", "reduce_dtype"])
 def test_options_that_differ_between_workers_are_an_error(option):
     values = {
         "layout": ["even", "whole"],
         "bucket_size": [64, 128],
-        "broadcast_fp16": [False, True],
         "reduce_dtype": [None, torch.bfloat16],
     }[option]
 

@@ -7,9 +7,8 @@ Each rank computes the norms n_i of local slices. With p = `norm_type` the total
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -67,21 +66,6 @@ def _norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
     return torch.linalg.vector_norm(grad, norm_type, dtype=accumulation_dtype(grad.dtype))
 
 
-def _device_may_come_first(init: Callable[..., None]) -> Callable[..., None]:
-    """Accept torch's argument order too, with the device first."""
-
-    @functools.wraps(init)
-    def with_device(self: object, *args: object, **options: object) -> None:
-        if args and (args[0] is None or isinstance(args[0], str | torch.device)):
-            if "device" in options:
-                raise TypeError("ShardedGradScaler got two values for device.")
-            init(self, *args[1:], device=args[0], **options)
-        else:
-            init(self, *args, **options)
-
-    return with_device
-
-
 class ShardedGradScaler(GradScaler):
     """A `torch.amp.GradScaler` for sharded gradients: all ranks skip a step with an overflow.
 
@@ -100,9 +84,6 @@ class ShardedGradScaler(GradScaler):
     Unlike torch's class, this class unscales float16 gradients. Very small values are lost in
     float16: parameters in float32 under autocast train better.
 
-    Arguments are in fairscale's order, or in the order of `torch.amp.GradScaler`:
-    `ShardedGradScaler("cuda", 2.0**10)`.
-
     Args:
         init_scale: the initial loss scale.
         growth_factor: the factor by which the scale grows.
@@ -113,7 +94,6 @@ class ShardedGradScaler(GradScaler):
         device: the device type of the losses, "cuda" or "cpu"; default: the GPU, if present.
     """
 
-    @_device_may_come_first
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -125,7 +105,7 @@ class ShardedGradScaler(GradScaler):
         *,
         device: Device = None,
     ) -> None:
-        real("init_scale", init_scale, above=0, why="Give arguments by name.")
+        real("init_scale", init_scale, above=0, why='Pass the device by name: device="cpu".')
         if device is None:
             device = "cpu"
             if torch.cuda.is_available():
