@@ -180,11 +180,11 @@ def tensors_of(box):
         return [box] if box.is_floating_point() else []
     if isinstance(box, Registered):
         parts = box.both
-    elif isinstance(box, dict | UserDict | Mapped):
+    elif isinstance(box, dict | UserDict):
         parts = box.values()
     elif isinstance(box, Plain | Frozen | Slotted | Picky):
         parts = [box.first, box.other]
-    elif isinstance(box, tuple | list | UserList | deque):
+    elif isinstance(box, tuple | list | deque):
         parts = box
     else:
         parts = []
