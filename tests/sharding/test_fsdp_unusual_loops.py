@@ -113,22 +113,6 @@ def test_a_layer_that_comes_after_wrapping_is_warned_of():
     run_ranks(2, run)
 
 
-def test_a_hook_that_is_never_called_is_warned_of():
-    def run():
-        wrapped = nested(make_model())
-        optimizer, calls = optimizer_of(wrapped), []
-        last = list(wrapped.parameters())[-1]
-        last.register_post_accumulate_grad_hook(calls.append)
-        train(wrapped, lambda x: x[dist.get_rank()], optimizer)
-        assert len(calls) == 3
-        last.register_hook(calls.append)
-        with pytest.warns(RuntimeWarning, match="Use register_post_accumulate_grad_hook"):
-            train(wrapped, lambda x: x[dist.get_rank()])
-        assert len(calls) == 6
-
-    run_ranks(2, run)
-
-
 # -- forwards that no backward follows --------------------------------------------------------
 
 

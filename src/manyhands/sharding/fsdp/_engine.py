@@ -470,13 +470,6 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
         check_own_shards([optimizer.state.get(param) for param in params], params)
         guard_state(optimizer)
         _warn_of_new_layers(params, sharded)
-        if any(param._backward_hooks for param in sharded):
-            warn(
-                "hooks from register_hook() on a parameter that FullyShardedDataParallel has "
-                "sharded are never called. Use register_post_accumulate_grad_hook(), where "
-                "param.grad is this rank's slice of the mean.",
-                RuntimeWarning,
-            )
         problem = fused_problem(optimizer)
         if problem:
             raise TypeError(problem)

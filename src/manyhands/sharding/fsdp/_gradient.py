@@ -2,8 +2,8 @@
 
 `torch.nn.utils.clip_grad_norm_` stacks the norms of all gradients and takes the norm of the stack.
 With plain DTensors, the result cannot be formatted as a number, and a maximum norm hangs if a rank
-has an empty slice. Here, the norm of a gradient is a `LocalNorm` (`_ranks/sharded_gradient.py`): a single small
-all_reduce in total, with a plain tensor as the result.
+has an empty slice. Here, the norm of a gradient is a `LocalNorm` (`_ranks/sharded_gradient.py`): a
+single small all_reduce in total, with a plain tensor as the result.
 
 A reduction of a plain DTensor, such as `grad.sum()`, returns a partial result on each rank, and
 `item()` and `bool()` ignore the other ranks' parts. This class combines the parts immediately. All

@@ -374,11 +374,11 @@ def _begin_state(reference: WrapReference, *_: object) -> None:
 
 
 def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) -> None:
-    for key, value in _pop_last_entries(state, prefix).items():
+    for key, value in _pop_entries(state, prefix).items():
         state[key.replace(f"{prefix}{INNER}.", prefix, 1)] = value
     versions = getattr(state, "_metadata", None)
     if versions is not None:
-        for key, version in _pop_last_entries(versions, prefix[:-1]).items():
+        for key, version in _pop_entries(versions, prefix[:-1]).items():
             versions[key] = version  # for loading a wrap inside a plain container
             # The module's version follows and replaces the wrap's.
             versions[plain_name(key + ".")[:-1]] = version
@@ -390,7 +390,7 @@ def _show_full(
     wrap = reference()
     if wrap is None:
         return
-    own = _pop_last_entries(state, prefix)
+    own = _pop_entries(state, prefix)
     if wrap._in_local_state:
         for key, value in own.items():
             state[key] = local_shard(value) if isinstance(value, Tensor) else value
@@ -412,17 +412,9 @@ def _show_full(
             state[key] = value
 
 
-def _pop_last_entries(entries: dict[str, V], prefix: str) -> dict[str, V]:
-    """Remove and return the last entries, up to the first key without the prefix."""
-    # Popping avoids a scan of the dict for each wrap.
-    popped = []
-    while entries:
-        key, value = entries.popitem()
-        if not key.startswith(prefix):
-            entries[key] = value
-            break
-        popped.append((key, value))
-    return dict(reversed(popped))
+def _pop_entries(entries: dict[str, V], prefix: str) -> dict[str, V]:
+    """Remove and return the entries with the prefix."""
+    return {key: entries.pop(key) for key in list(entries) if key.startswith(prefix)}
 
 
 def _take_plain(state: dict[str, object], prefix: str, *_: object) -> None:
