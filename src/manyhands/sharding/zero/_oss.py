@@ -157,7 +157,6 @@ class OSS(DividedOptimizer):
         if self.world_size > 1:
             options = [{**defaults, **options_of(params)} for params in self.param_groups]
             self.layout = choose_layout(optim, layout, options)
-        self._about = f"layout {self.layout!r}, "
         self._shards = Shards(self._workers, even=self.layout == "even", largest=bucket_size)
         self._parallel = ParallelModules(self._shards.params)
         self._lay_out_all(bucket_size, gather_state)
