@@ -86,16 +86,6 @@ def test_a_subclass_whose_state_dict_is_local(kind, workers):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_wrapping_what_is_in_a_wrap_already_is_the_same_error_on_any_number_of_workers(workers):
-    def run():
-        inner = nn.Sequential(mh.FSDP(nn.Linear(4, 4)))
-        mh.FSDP(inner)
-        mh.FSDP(inner)
-
-    raises_on_ranks(workers, TypeError, run, match="Sequential is already in a Fully")
-
-
-@pytest.mark.parametrize("workers", [1, 2])
 def test_a_larger_module_around_a_wrap_is_no_second_one(workers):
     def run():
         first = mh.FSDP(nn.Sequential(mh.FSDP(nn.Linear(4, 4))))
@@ -333,15 +323,6 @@ def test_a_scaling_rule_over_experts_is_an_error_before_its_first_step():
         optimizer.step()
 
     raises_on_ranks(2, RanksDisagree, run, match="different gradients")
-
-
-def test_another_group_of_several_inside_is_still_an_error():
-    def run():
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        inner = mh.FSDP(nn.Linear(4, 4), process_group=pairs[dist.get_rank() // 2])
-        mh.FSDP(nn.Sequential(inner))
-
-    raises_on_ranks(4, ValueError, run, match="Only a single-rank group")
 
 
 def test_gradients_of_a_group_of_one_are_divided_where_asked_for():

@@ -369,23 +369,6 @@ def test_a_module_dict_with_a_forward_can_be_wrapped():
     assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
-def test_different_models_on_different_workers_are_an_error_on_all():
-    def mistake():
-        model = mh.FSDP(nn.Linear(2, 2 + dist.get_rank()))
-        model(torch.ones(1, 2))
-
-    texts = message(ValueError, mistake)
-    assert all("rank 0: (2, 2)" in m and "rank 1: (3, 2)" in m for m in texts)
-
-
-def test_different_options_on_different_workers_are_an_error_on_all():
-    def mistake():
-        model = mh.FSDP(nn.Linear(2, 2), reshard_after_forward=dist.get_rank() == 0)
-        model(torch.ones(1, 2))
-
-    assert all("reshard_after_forward: rank 0: True" in m for m in message(ValueError, mistake))
-
-
 @pytest.mark.parametrize(
     ("build", "error", "match"),
     [

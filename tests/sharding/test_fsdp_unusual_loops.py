@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import sys
 
 import pytest
 import torch
@@ -282,36 +281,6 @@ def test_missing_keys_have_the_plain_models_names():
         return list(model.load_state_dict(state, strict=False).missing_keys)
 
     assert run_ranks(2, run) == [["0.weight", "4.bias"]] * 2
-
-
-def test_wrapping_on_one_worker_takes_calls_in_proportion_to_the_modules():
-    """Counted, because a busy machine does not change the count."""
-
-    def calls(size):
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1)) for _ in range(size)))
-        count = 0
-
-        def profile(frame, event, argument):
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        sys.setprofile(profile)
-        try:
-            mh.FSDP(model, mixed_precision=True)
-        finally:
-            sys.setprofile(None)
-        return count
-
-    calls(10)  # imports
-    assert calls(400) < 4.2 * calls(100)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own, of what it does not compile
-def test_torch_compile_of_a_wrapped_model():
-    def loop(model, part):
-        train(torch.compile(model, backend="eager"), part, optimizer_of(model))
-
-    compare(loop)
 
 
 # -- workers that differ ----------------------------------------------------------------------

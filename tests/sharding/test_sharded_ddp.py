@@ -151,15 +151,6 @@ def test_gradients_may_be_cleared_in_every_way(who, set_to_none):
     compare(loop)
 
 
-def test_gradients_that_are_not_cleared_add_up():
-    def loop(model, optimizers, data):
-        for x, y in batches():
-            loss_of(model, data(x), data(y)).backward()
-            update(optimizers)
-
-    compare(loop)
-
-
 # -- which parameters a step uses ----------------------------------------------------------------
 
 
@@ -437,32 +428,6 @@ def test_a_weight_inside_two_checkpoints():
             update(optimizers)
 
     compare(loop, model=Twice)
-
-
-@pytest.mark.sample("inner module-eager", "wrapped module-aot_eager")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("what", ["inner module", "wrapped module"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_torch_compile(what, backend):
-    import torch._dynamo  # here, once, and not in each rank
-
-    torch.compile(nn.Linear(1, 1), backend=backend)(torch.ones(1, 1)).sum().backward()
-
-    def run():
-        rank, _ = everyone()
-        module = make_model()
-        (optimizer,) = adamw(module, oss)
-        inner = torch.compile(module, backend=backend) if what == "inner module" else module
-        wrapped = mh.ShardedDataParallel(inner, optimizer)
-        model = torch.compile(wrapped, backend=backend) if what != "inner module" else wrapped
-        for x, y in batches(3, 2):
-            optimizer.zero_grad()
-            loss_of(model, x[rank], y[rank]).backward()
-            optimizer.step()
-        return copied(module.parameters())
-
-    _, expected = train_alone(adamw, 2, steps=3)
-    assert_same(run_ranks(2, run), list(expected.parameters()))
 
 
 # -- evaluation, buffers -------------------------------------------------------------------------
@@ -946,20 +911,3 @@ def test_fairscales_attributes():
     assert (model.device_type, model.is_multi_device_module) == ("cpu", True)
     module.to("meta")
     assert (model.device_type, model.is_multi_device_module) == ("meta", False)
-
-
-def test_inputs_and_outputs_of_any_kind_pass_through():
-    class Odd(nn.Linear):
-        def forward(self, first, *, scale, **rest):
-            return {"out": super().forward(first["x"]) * scale, "rest": rest}
-
-    def run():
-        module = Odd(3, 2)
-        optimizer = oss(module.parameters())
-        model = mh.ShardedDataParallel(module, optimizer)
-        out = model({"x": torch.ones(1, 3)}, scale=2.0, other="kept")
-        assert out["rest"] == {"other": "kept"}
-        out["out"].sum().backward()
-        optimizer.step()
-
-    run_ranks(2, run)

@@ -21,7 +21,6 @@ from helpers.sharding_oracle import (
     oss,
     plain,
 )
-from manyhands._ranks.ranks import RankGroup
 
 
 def sharded(module, kind=SGD, **options):
@@ -273,16 +272,6 @@ def test_an_optimizer_is_free_again_when_its_module_is_gone():
 
     ranks = run_ranks(2, run)
     assert_same(ranks, ranks[0])
-
-
-def test_backends_are_told_apart_by_device():
-    def run():
-        workers = RankGroup.of(dist.new_group([0, 1], backend="cpu:gloo"))
-        assert workers.on_gloo(torch.device("cpu"))
-        assert not workers.on_gloo(torch.device("cuda"))
-        assert RankGroup.of().on_gloo(torch.device("cpu"))
-
-    run_ranks(2, run)
 
 
 def test_a_learning_rate_given_for_a_group_says_what_it_is():
