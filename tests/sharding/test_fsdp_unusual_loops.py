@@ -90,28 +90,6 @@ def test_a_step_whose_passes_were_all_inside_no_sync_is_an_error(end):
         raises_on_ranks(2, RuntimeError, run, match=r"all inside no_sync\(\).*model.zero_grad\(\)")
 
 
-def test_a_layer_that_comes_after_wrapping_is_warned_of():
-    """As a new head for other classes. Parameters outside of the wraps are the user's own."""
-
-    def run():
-        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(3, 2)).double()
-        group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-        model[1] = mh.FSDP(model[1], process_group=group)  # each rank's own, on purpose
-        wrapped, outside = mh.FSDP(model), nn.Linear(2, 2).double()
-        optimizer = AdamW([*wrapped.parameters(), *outside.parameters()])
-        for step in range(2):
-            outside(wrapped(X[step, 0, dist.get_rank()])).sum().backward()
-            optimizer.step()
-        wrapped.module[2] = nn.Linear(3, 2).double()
-        wrapped(X[0, 0, dist.get_rank()]).sum().backward()
-        with pytest.warns(
-            RuntimeWarning, match=r"2.weight, of shape \(2, 3\), was added to a module"
-        ):
-            AdamW(wrapped.parameters()).step()
-
-    run_ranks(2, run)
-
-
 # -- forwards that no backward follows --------------------------------------------------------
 
 

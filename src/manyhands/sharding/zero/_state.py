@@ -309,12 +309,10 @@ class ReplicatedOSSState:
         self, number: int, buffer: FlatBuffer, name: str, state: Mapping[Tensor, SavedState]
     ) -> list[dist.Work]:
         shards = self._shards
-        like = buffer.data
         works: list[dist.Work] = []
-        data = self._memory.get((number, name))
-        if data is None or (data.device, data.dtype) != (like.device, like.dtype):
-            data = torch.zeros_like(like)
-            self._memory[number, name] = data
+        if (number, name) not in self._memory:
+            self._memory[number, name] = torch.zeros_like(buffer.data)
+        data = self._memory[number, name]
         for bucket in buffer.buckets:
             cuts = bucket.layout.cuts
             start = bucket.layout.start
