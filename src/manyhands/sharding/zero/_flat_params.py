@@ -90,7 +90,8 @@ class Shards:
         self.params: list[Tensor] = []
         self.slices: list[list[ParamSlice]] = []
         self.buffers: list[FlatBuffer] = []
-        self._load: dict[Kind, list[int]] = {}  # elements per rank
+        # Elements per rank, of trained and of frozen parameters.
+        self._load: dict[tuple[Kind, bool], list[int]] = {}
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Add parameters, and assign their elements to ranks."""
@@ -110,17 +111,17 @@ class Shards:
                 kind = (param.dtype, param.device)
                 sizes = kinds.setdefault((kind, param.requires_grad), [])
                 sizes.append((i, param.numel()))
-        for (kind, _), sizes in kinds.items():
+        for key, sizes in kinds.items():
             largest = self.largest
             if largest is None:
                 largest = _layout.bucket_size(ranks, sum(size for _, size in sizes))
             if self.even:
                 layouts = _layout.even_layout(sizes, ranks, largest)
             else:
-                load = self._load.setdefault(kind, [0] * ranks)
+                load = self._load.setdefault(key, [0] * ranks)
                 layouts = _layout.whole_layout(sizes, ranks, largest, load)
             for layout in layouts:
-                self._build(layout, kind)
+                self._build(layout, key[0])
 
     def _build(self, layout: _layout.BufferLayout, kind: Kind) -> None:
         data, on_ranks = self._move_in(layout, kind)
