@@ -1,13 +1,7 @@
-"""Clip sharded gradients and scale losses.
-
-Each rank computes the norms n_i of local slices. With p = `norm_type` the total norm is
-
-    (sum of n_i^p over the slices of all ranks)^(1 / p)        or max n_i, if p is infinite
-"""
+"""Clip sharded gradients and scale losses."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -21,7 +15,7 @@ from manyhands._arguments import real
 from manyhands._optimizers.state_parts import ShardedOptimizer
 from manyhands._optimizers.wrappers import find_layer
 from manyhands._ranks.ranks import RankGroup
-from manyhands._ranks.sharded_gradient import local_parts
+from manyhands._ranks.sharded_gradient import local_parts, norm_of_slices
 from manyhands._tensors.flat import accumulation_dtype, norm
 from manyhands.sharding._agreement import GroupLike
 
@@ -44,15 +38,9 @@ def clip(
         if grad is not None and grad.numel():
             norms.append(_norm_of_shard(grad, norm_type).to(device))
     values = torch.stack(norms) if norms else torch.zeros(1, device=device)
-    if math.isinf(norm_type):
-        unknown = values.isnan().any().to(values.dtype)  # MAX may drop a NaN: send a flag
-        both = torch.stack([values.nan_to_num(nan=0.0, posinf=torch.inf).max(), unknown])
-        most = ranks.all_reduce(both, largest=True)
-        total = torch.where(most[1] > 0, torch.nan, most[0])
-    else:
-        # float64, because a power of a large float32 norm overflows. MPS has no float64.
-        power = values.double() if device.type != "mps" else values
-        total = ranks.all_reduce(power.pow(norm_type).sum()).pow(1.0 / norm_type).to(values.dtype)
+    # The norm of norms of equal order is the norm of all elements.
+    here = norm_of_slices([values], norm_type, ranks.reducing_group)
+    total = here.reduce(here)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # a tensor: no wait for the device
     for grad in grads:
         if grad is not None:
