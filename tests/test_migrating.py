@@ -582,21 +582,6 @@ def test_clipping_in_a_group(side, expected):
     assert ranks_or_hang(3, clip) == expected
 
 
-@both_sides(original=1.0, ours=0.99)
-def test_small_updates_with_broadcast_fp16(side, expected):
-    oss, _ = sharding_of(side)
-
-    def train():
-        weight = nn.Parameter(torch.ones(1))
-        optimizer = oss([weight], optim=SGD, lr=1e-4, broadcast_fp16=True)
-        for _ in range(100):
-            weight.grad = torch.ones(1)
-            optimizer.step()
-        return weight.item()
-
-    assert run_ranks(2, train) == pytest.approx([expected] * 2, abs=5e-4)
-
-
 @both_sides(original=[1, 3], ours=[4, 4])
 def test_the_dict_that_is_loaded(side, expected):
     """How many momenta are still in it."""

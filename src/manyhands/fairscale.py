@@ -60,7 +60,7 @@ for _public in (AdaScaleWrapper, DummyProcessGroup, auto_wrap, default_auto_wrap
 
 
 class OSS(_oss.OSS):
-    """`manyhands.OSS` with fairscale's argument `force_broadcast_object`.
+    """`manyhands.OSS` with fairscale's arguments `broadcast_fp16` and `force_broadcast_object`.
 
     >>> import torch
     >>> from manyhands.fairscale import OSS
@@ -72,7 +72,7 @@ class OSS(_oss.OSS):
         optim: class of the optimizer.
         group: the ranks that share the state; default: all.
         broadcast_buffer_size: elements per message; ignored unless positive.
-        broadcast_fp16: send updated parameters as float16.
+        broadcast_fp16: ignored; parameters are sent in their type.
         force_broadcast_object: ignored; no objects are sent.
         **defaults: arguments of `manyhands.OSS` and of the optimizer.
     """
@@ -87,7 +87,8 @@ class OSS(_oss.OSS):
         force_broadcast_object: bool = False,
         **defaults: Any,
     ) -> None:
-        super().__init__(params, optim, group, broadcast_buffer_size, broadcast_fp16, **defaults)
+        super().__init__(params, optim, group, broadcast_buffer_size, **defaults)
+        self.broadcast_fp16 = broadcast_fp16
         self.force_broadcast_object = force_broadcast_object
 
 

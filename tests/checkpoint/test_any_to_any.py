@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import torch
 
 import manyhands as mh
 from helpers.checkpoint_oracle import ADAFACTOR, ADAMW, LAMB, SGD, Setup, assert_equal
@@ -123,20 +122,3 @@ def test_a_rule_goes_on_with_its_averages(way, workers, kind, rule, tmp_path):
     for expected, mine in run_ranks(workers, go):
         assert mine == expected
         assert workers == 1 or expected[0] != STEPS + 2
-
-
-def test_rounded_parameters_go_on_with_the_exact_ones(tmp_path):
-    def go(layout):
-        setup = Setup("ShardedDataParallel", broadcast_fp16=True, layout=layout).train(STEPS)
-        mh.save(tmp_path / layout, **setup.given(), step=STEPS)
-        expected = setup.train(3, STEPS).held()
-        again = Setup("ShardedDataParallel", seed=5, broadcast_fp16=True, layout=layout).train(1)
-        mh.load(tmp_path / layout, **again.given())
-        assert_equal(again.train(3, STEPS).held(), expected)
-        other = Setup("plain").train(1)  # which has no use for them
-        mh.load(tmp_path / layout, **other.given())
-        rounded = other.module.first.weight.detach()
-        return torch.equal(rounded, rounded.half().float())
-
-    for layout in ("even", "whole"):
-        assert all(run_ranks(2, go, layout))

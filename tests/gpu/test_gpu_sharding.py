@@ -105,7 +105,7 @@ def test_a_real_overflow_skips_the_step_at_every_level(level, device, group):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 3)).to(device)
     model, optimizer = mh.shard(model, AdamW(model.parameters(), lr=0.02), level)
-    scaler = mh.ShardedGradScaler(device, init_scale=2.0**40, backoff_factor=2.0**-15)
+    scaler = mh.ShardedGradScaler(device=device, init_scale=2.0**40, backoff_factor=2.0**-15)
     x, y = batches(device, torch.float32)[0]
     skipped = 0
     for _ in range(6):

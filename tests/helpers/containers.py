@@ -1,8 +1,7 @@
 """Containers that models take and return, each holding two tensors, and how to get these back."""
 
 import types
-from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
-from collections.abc import MutableMapping
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, TypedDict
 
@@ -93,29 +92,6 @@ class Batch(UserDict):
     """As transformers' BatchEncoding."""
 
 
-class Mapped(MutableMapping):
-    def __init__(self, **items):
-        self.items_of = items
-
-    def __getitem__(self, key):
-        return self.items_of[key]
-
-    def __setitem__(self, key, value):
-        self.items_of[key] = value
-
-    def __delitem__(self, key):
-        del self.items_of[key]
-
-    def __iter__(self):
-        return iter(self.items_of)
-
-    def __len__(self):
-        return len(self.items_of)
-
-    def __copy__(self):
-        return Mapped(**self.items_of)
-
-
 class Named(NamedTuple):
     first: Tensor
     other: Tensor
@@ -177,11 +153,9 @@ MAKE = {
     "OrderedDict": lambda first, other: OrderedDict(first=first, other=other),
     "defaultdict": by_default,
     "UserDict": lambda first, other: Batch(first=first, other=other),
-    "UserList": lambda first, other: UserList([first, other]),
     "deque": lambda first, other: deque([first, other], maxlen=2),
     "TypedDict": lambda first, other: Typed(first=first, other=other),
     "a dict of its own": described,
-    "a mapping": lambda first, other: Mapped(first=first, other=other),
     "ModelOutput": lambda first, other: ModelOutput(first=first, other=other),
     "dataclass": Plain,
     "frozen dataclass": Frozen,
@@ -206,11 +180,11 @@ def tensors_of(box):
         return [box] if box.is_floating_point() else []
     if isinstance(box, Registered):
         parts = box.both
-    elif isinstance(box, dict | UserDict | Mapped):
+    elif isinstance(box, dict | UserDict):
         parts = box.values()
     elif isinstance(box, Plain | Frozen | Slotted | Picky):
         parts = [box.first, box.other]
-    elif isinstance(box, tuple | list | UserList | deque):
+    elif isinstance(box, tuple | list | deque):
         parts = box
     else:
         parts = []

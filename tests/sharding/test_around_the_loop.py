@@ -57,11 +57,6 @@ def train(model, optimizer, after=lambda: None):
     return losses
 
 
-def same_losses(ranks, expected):
-    mean = [(a + b) / 2 for a, b in zip(*ranks, strict=True)]
-    torch.testing.assert_close(mean, expected, rtol=1e-10, atol=0.0)
-
-
 @pytest.mark.sample("False-0", "False-2", "True-1", "True-3")
 @any_level
 @pytest.mark.parametrize("buffers", (False, True))

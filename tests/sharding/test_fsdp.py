@@ -145,16 +145,6 @@ def test_each_worker_holds_its_share_between_steps():
     assert [state for _, _, state in held] == [2 * own for own, _, _ in held]
 
 
-def test_accumulated_gradients_without_no_sync_are_sharded_and_add_up():
-    def loop(model, optimizers, part):
-        x, y = make_batches(1, 2, WORKERS)
-        for a in range(2):
-            loss_of(model, part(x[0, a]), part(y[0, a])).backward()
-        optimizers[0].step()
-
-    compare(loop)
-
-
 @pytest.mark.parametrize("options", [{}, dict(mixed_precision=True, fp32_reduce_scatter=True)])
 def test_zero_grad_clears_what_no_sync_has_left(options):
     def run():

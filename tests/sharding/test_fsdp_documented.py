@@ -86,16 +86,6 @@ def test_a_subclass_whose_state_dict_is_local(kind, workers):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_wrapping_what_is_in_a_wrap_already_is_the_same_error_on_any_number_of_workers(workers):
-    def run():
-        inner = nn.Sequential(mh.FSDP(nn.Linear(4, 4)))
-        mh.FSDP(inner)
-        mh.FSDP(inner)
-
-    raises_on_ranks(workers, TypeError, run, match="Sequential is already in a Fully")
-
-
-@pytest.mark.parametrize("workers", [1, 2])
 def test_a_larger_module_around_a_wrap_is_no_second_one(workers):
     def run():
         first = mh.FSDP(nn.Sequential(mh.FSDP(nn.Linear(4, 4))))
@@ -267,21 +257,15 @@ def test_an_expert_in_a_group_of_one_trains_on_its_own():
         again = wrapped_mixture(rank)
         again.load_state_dict(state)
         assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
-        full = model.gather_full_optim_state_dict(optimizer)
-        kept = [full]
-        dist.broadcast_object_list(kept)  # as a file would
-        mine = model.get_shard_from_optim_state_dict(kept[0])
-        names = [name for name, _ in model.named_parameters()]
-        return dict(state), [names[i] for i in mine["state"]], kept[0]["uncollected_local_ids"]
+        with pytest.raises(ValueError, match="single-rank process group"):
+            model.gather_full_optim_state_dict(optimizer)
+        return dict(state)
 
     ranks = run_ranks(2, run)
-    for rank, (state, plain) in enumerate(zip(ranks, trained_mixtures(2), strict=True)):
-        assert state[0].keys() == plain.keys()
+    for state, plain in zip(ranks, trained_mixtures(2), strict=True):
+        assert state.keys() == plain.keys()
         for name, value in plain.items():
-            torch.testing.assert_close(state[0][name], value, rtol=1e-9, atol=1e-11)
-        # Rank 0's state of its expert is no other's.
-        assert any(map(of_expert, state[1])) == (rank == 0)
-        assert state[2] == [2, 3, 4, 5, 6, 7]
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
 
 
 def test_clipping_counts_every_workers_expert():
@@ -339,15 +323,6 @@ def test_a_scaling_rule_over_experts_is_an_error_before_its_first_step():
         optimizer.step()
 
     raises_on_ranks(2, RanksDisagree, run, match="different gradients")
-
-
-def test_another_group_of_several_inside_is_still_an_error():
-    def run():
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        inner = mh.FSDP(nn.Linear(4, 4), process_group=pairs[dist.get_rank() // 2])
-        mh.FSDP(nn.Sequential(inner))
-
-    raises_on_ranks(4, ValueError, run, match="Only a single-rank group")
 
 
 def test_gradients_of_a_group_of_one_are_divided_where_asked_for():

@@ -9,49 +9,8 @@ import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.sharding_oracle import assert_same, copied
 from manyhands.sharding.fsdp._engine import _param_groups_of
-from manyhands.sharding.fsdp._root import PrefetchOrder
 
 from test_fsdp import compare, steps  # isort: skip
-
-
-def after(order, *wraps):
-    for wrap in wraps:
-        order.run(wrap)
-    return order.end()
-
-
-def test_the_order_is_that_of_the_last_forward():
-    order = PrefetchOrder()
-    assert after(order, 0, 1, 2) and order.next == {0: 1, 1: 2} and order.not_run == []
-    assert not after(order, 0, 1, 2) and order.not_run == []
-    assert after(order, 0, 2) and order.next == {0: 2}
-    assert order.not_run == [1]  # after 0, where it would have come
-
-
-def test_what_ran_before_it_was_begun_has_been_begun_again():
-    order = PrefetchOrder()
-    after(order, 0, 1, 2)
-    after(order, 1, 0, 2)
-    assert order.not_run == [1]
-    assert order.next == {1: 0, 0: 2}
-
-
-def test_a_wrap_that_runs_several_times_is_followed_by_no_certain_one():
-    order = PrefetchOrder()
-    after(order, 0, 1, 2, 1, 3)
-    assert order.next == {0: 1, 2: 1}
-    assert not after(order, 0, 1, 2, 1, 3)
-    assert order.not_run == []
-
-
-def test_a_forward_that_failed_is_not_an_order():
-    order = PrefetchOrder()
-    order.run(2)
-    order.run(0)
-    assert order.in_forward
-    order.forget()
-    after(order, 0, 1)
-    assert order.next == {0: 1}
 
 
 class Ways(nn.Module):

@@ -1,9 +1,7 @@
 """What training loops do now and then with sharded parameters must not change the numbers."""
 
 import contextlib
-import copy
 import io
-import sys
 
 import pytest
 import torch
@@ -90,44 +88,6 @@ def test_a_step_whose_passes_were_all_inside_no_sync_is_an_error(end):
         run_ranks(2, run)
     else:
         raises_on_ranks(2, RuntimeError, run, match=r"all inside no_sync\(\).*model.zero_grad\(\)")
-
-
-def test_a_layer_that_comes_after_wrapping_is_warned_of():
-    """As a new head for other classes. Parameters outside of the wraps are the user's own."""
-
-    def run():
-        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(3, 2)).double()
-        group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-        model[1] = mh.FSDP(model[1], process_group=group)  # each rank's own, on purpose
-        wrapped, outside = mh.FSDP(model), nn.Linear(2, 2).double()
-        optimizer = AdamW([*wrapped.parameters(), *outside.parameters()])
-        for step in range(2):
-            outside(wrapped(X[step, 0, dist.get_rank()])).sum().backward()
-            optimizer.step()
-        wrapped.module[2] = nn.Linear(3, 2).double()
-        wrapped(X[0, 0, dist.get_rank()]).sum().backward()
-        with pytest.warns(
-            RuntimeWarning, match=r"2.weight, of shape \(2, 3\), was added to a module"
-        ):
-            AdamW(wrapped.parameters()).step()
-
-    run_ranks(2, run)
-
-
-def test_a_hook_that_is_never_called_is_warned_of():
-    def run():
-        wrapped = nested(make_model())
-        optimizer, calls = optimizer_of(wrapped), []
-        last = list(wrapped.parameters())[-1]
-        last.register_post_accumulate_grad_hook(calls.append)
-        train(wrapped, lambda x: x[dist.get_rank()], optimizer)
-        assert len(calls) == 3
-        last.register_hook(calls.append)
-        with pytest.warns(RuntimeWarning, match="Use register_post_accumulate_grad_hook"):
-            train(wrapped, lambda x: x[dist.get_rank()])
-        assert len(calls) == 6
-
-    run_ranks(2, run)
 
 
 # -- forwards that no backward follows --------------------------------------------------------
@@ -301,36 +261,6 @@ def test_missing_keys_have_the_plain_models_names():
     assert run_ranks(2, run) == [["0.weight", "4.bias"]] * 2
 
 
-def test_wrapping_on_one_worker_takes_calls_in_proportion_to_the_modules():
-    """Counted, because a busy machine does not change the count."""
-
-    def calls(size):
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1)) for _ in range(size)))
-        count = 0
-
-        def profile(frame, event, argument):
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        sys.setprofile(profile)
-        try:
-            mh.FSDP(model, mixed_precision=True)
-        finally:
-            sys.setprofile(None)
-        return count
-
-    calls(10)  # imports
-    assert calls(400) < 4.2 * calls(100)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own, of what it does not compile
-def test_torch_compile_of_a_wrapped_model():
-    def loop(model, part):
-        train(torch.compile(model, backend="eager"), part, optimizer_of(model))
-
-    compare(loop)
-
-
 # -- workers that differ ----------------------------------------------------------------------
 
 
@@ -418,21 +348,20 @@ def test_a_wrap_that_ran_before_the_one_around_it_is_an_error():
 # -- gradients --------------------------------------------------------------------------------
 
 
-def test_a_gradient_is_copied_and_saved():
+def test_a_gradient_is_cloned_and_saved():
     def run():
         model = mh.FSDP(nn.Linear(3, 3))
         model(torch.ones(1, 3)).sum().backward()
         grad = model.module.weight.grad
-        other = copy.deepcopy(grad)
+        other = grad.clone()
         file = io.BytesIO()
         torch.save(grad, file)
         file.seek(0)
         loaded = torch.load(file, weights_only=True)
         grad.mul_(other=2.0)
-        return [g.to_local().sum().item() for g in (grad, other, loaded)], type(other) is type(grad)
+        return [g.to_local().sum().item() for g in (grad, other, loaded)]
 
-    (first, alike), (second, _) = run_ranks(2, run)
-    assert alike and first == [12, 6, 6] and second == [6, 3, 3]
+    assert run_ranks(2, run) == [[12, 6, 6], [6, 3, 3]]
 
 
 # -- what only some workers do ----------------------------------------------------------------

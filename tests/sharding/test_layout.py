@@ -121,15 +121,6 @@ def test_whole_is_balanced_within_the_largest_parameter(sizes, more, workers, la
     assert max(load) - min(load) <= max(*sizes, *more)
 
 
-@pytest.mark.parametrize("layout", ["even", "whole"])
-@given(sizes=SIZES, largest=LARGEST)
-def test_one_worker_owns_everything(layout, sizes, largest):
-    numbered, buffers = laid_out(layout, sizes, 1, largest)
-    owned = [each for s in buffers for b in s.buckets for each in b.owned(0)]
-    assert sum(each.size for each in owned) == sum(numbered.values())
-    assert all(tuple(bucket.cuts) == (0, bucket.size) for s in buffers for bucket in s.buckets)
-
-
 def test_a_layout_worked_out_on_paper():
     """20, 150 and 10 elements for two workers, in buckets of about 64, slices of 16, 32, 48, ...
 

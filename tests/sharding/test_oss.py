@@ -468,66 +468,6 @@ def test_autocast_is_the_plain_runs():
         assert_same([r[i] for r in ranks], copied(expected.parameters()), way, 1e-5, 1e-6)
 
 
-# -- updated parameters as float16 -----------------------------------------------------------------
-
-
-def test_small_updates_are_not_lost_in_float16():
-    """Each step takes 1e-5 off 1.0, where a float16's neighbours are 5e-4 apart."""
-
-    def run():
-        result = []
-        for way in AROUND_OSS:
-            module = nn.Linear(7, 9, bias=False)
-            with torch.no_grad():
-                module.weight.fill_(1.0)
-            optimizer = oss(module.parameters(), SGD, lr=1e-5, broadcast_fp16=True)
-            wrapped = wrap(way, module, [optimizer])
-            for _ in range(100):
-                optimizer.zero_grad()
-                wrapped(torch.ones(1, 7)).sum().backward()
-                optimizer.step()
-            result.append(module.weight.detach().clone())
-        return result
-
-    expected = torch.full((9, 7), 1.0 - 100e-5).half().float()
-    assert_same(run_ranks(2, run), [expected] * 2, rtol=0, atol=0)
-
-
-def test_with_float16_workers_are_equal_and_near_the_plain_run():
-    build = one(AdamW, lr=0.02)
-
-    def run():
-        result = []
-        for way in AROUND_OSS:
-            made = one(AdamW, lr=0.02, broadcast_fp16=True)
-            _, module = train(made, way, passes=2)
-            result.append(copied(module.parameters()))
-        return result
-
-    ranks = run_ranks(3, run)
-    _, expected = train_alone(build, 3, passes=2)
-    for i, way in enumerate(AROUND_OSS):
-        assert_same([r[i] for r in ranks], list(expected.parameters()), way, 1e-2, 5e-3)
-        assert all(torch.equal(p, p.half().double()) for p in ranks[0][i])
-
-
-def test_with_float16_parameters_that_are_loaded_count():
-    def run():
-        module = nn.Linear(7, 9, bias=False)
-        optimizer = oss(module.parameters(), SGD, lr=1e-3, broadcast_fp16=True)
-        wrapped = mh.ShardedDataParallel(module, optimizer)
-        for _ in range(2):
-            wrapped(torch.ones(1, 7)).sum().backward()
-            optimizer.step()
-        wrapped.load_state_dict({"weight": torch.full((9, 7), 3.0)})
-        optimizer.zero_grad()
-        wrapped(torch.ones(1, 7)).sum().backward()
-        optimizer.step()
-        return [module.weight.detach().clone()]
-
-    assert_same(run_ranks(2, run), [torch.full((9, 7), 2.999).half().float()], rtol=0, atol=0)
-
-
 # -- with DDP ------------------------------------------------------------------------------------
 
 
@@ -630,21 +570,15 @@ def test_fairscales_attributes_without_a_process_group():
 def test_arguments_are_in_fairscales_order():
     def run():
         x, y = make_batches(1, 1, 2)
-        moved = []
+        small = []
         for given in ((4, True, False), (-1, False, True)):
             module = make_model(torch.float32)
             optimizer = fairscale.OSS(module.parameters(), SGD, None, *given, lr=0.1)
             assert optimizer.force_broadcast_object is given[2]
             loss_of(module, x[0, 0, 0].float(), y[0, 0, 0].float()).backward()
             optimizer.step()
-            rounded = [torch.equal(p, p.half().float()) for p in module.parameters()]
             largest = max(bucket.data.numel() for bucket in optimizer._shards.buckets)
-            moved.append((all(rounded), largest <= 32))
-        return moved
+            small.append(largest <= 32)
+        return small
 
-    assert run_ranks(2, run) == [[(True, True), (False, False)]] * 2
-
-
-def test_arguments_in_a_wrong_place():
-    with pytest.raises(ValueError, match="broadcast_fp16 must be True or False, got 2"):
-        mh.OSS(make_model().parameters(), SGD, None, -1, 2, lr=0.1)
+    assert run_ranks(2, run) == [[True, False]] * 2

@@ -202,7 +202,7 @@ def test_before_the_first_step_there_is_nothing_to_collect():
         assert state == plain.state_dict()
         optimizer.load_state_dict(state)  # as Accelerate does when it prepares an optimizer
         assert optimizer.state_dict() == state
-        mh.ShardedDataParallel(model, optimizer, reduce_buffer_size=8)  # which lays it out again
+        mh.ShardedDataParallel(model, optimizer)
 
     run_ranks(2, run)
 

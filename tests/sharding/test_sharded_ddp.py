@@ -81,22 +81,6 @@ def update(optimizers):
 # -- options -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", [adamw, lamb, muon_and_adamw])
-def test_buffer_sizes_change_no_number(build):
-    def run():
-        result = []
-        for size in (None, 0, 1, 100, 10_000):
-            options = {"reduce_buffer_size": size}
-            _, wrapped = train(build, "OSS + ShardedDataParallel", 2, **options)
-            result.append(copied(wrapped.parameters()))
-        return result
-
-    ranks = run_ranks(3, run)
-    _, expected = train_alone(build, 3, 2)
-    for i in range(5):
-        assert_same([r[i] for r in ranks], list(expected.parameters()))
-
-
 @pytest.mark.sample(
     "<lambda>0-options0-wire0", "<lambda>0-options2-None", "<lambda>1-options2-None"
 )
@@ -161,15 +145,6 @@ def test_gradients_may_be_cleared_in_every_way(who, set_to_none):
                     elif p.grad is not None:
                         p.grad.detach_()
                         p.grad.zero_()
-            loss_of(model, data(x), data(y)).backward()
-            update(optimizers)
-
-    compare(loop)
-
-
-def test_gradients_that_are_not_cleared_add_up():
-    def loop(model, optimizers, data):
-        for x, y in batches():
             loss_of(model, data(x), data(y)).backward()
             update(optimizers)
 
@@ -453,32 +428,6 @@ def test_a_weight_inside_two_checkpoints():
             update(optimizers)
 
     compare(loop, model=Twice)
-
-
-@pytest.mark.sample("inner module-eager", "wrapped module-aot_eager")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("what", ["inner module", "wrapped module"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_torch_compile(what, backend):
-    import torch._dynamo  # here, once, and not in each rank
-
-    torch.compile(nn.Linear(1, 1), backend=backend)(torch.ones(1, 1)).sum().backward()
-
-    def run():
-        rank, _ = everyone()
-        module = make_model()
-        (optimizer,) = adamw(module, oss)
-        inner = torch.compile(module, backend=backend) if what == "inner module" else module
-        wrapped = mh.ShardedDataParallel(inner, optimizer)
-        model = torch.compile(wrapped, backend=backend) if what != "inner module" else wrapped
-        for x, y in batches(3, 2):
-            optimizer.zero_grad()
-            loss_of(model, x[rank], y[rank]).backward()
-            optimizer.step()
-        return copied(module.parameters())
-
-    _, expected = train_alone(adamw, 2, steps=3)
-    assert_same(run_ranks(2, run), list(expected.parameters()))
 
 
 # -- evaluation, buffers -------------------------------------------------------------------------
@@ -830,36 +779,20 @@ def test_without_auto_refresh_one_is_told_or_refreshes_by_hand():
     run_ranks(2, forgotten, timeout=20)
 
 
-@pytest.mark.sample(
-    "<lambda>0-before the first step",
-    "<lambda>1-before the first step",
-    "muon_and_adamw-after a step",
-)
-@pytest.mark.parametrize("when", ["before the first step", "after a step"])
 @pytest.mark.parametrize("build", [adamw, lamb, muon_and_adamw])
-def test_a_module_may_be_converted_after_it_was_wrapped(when, build):
-    """State that was made in float32 goes on in float64."""
-
+def test_a_module_may_be_converted_after_it_was_wrapped(build):
     def float32():
         return make_model(torch.float32)
 
     def loop(model, optimizers, data):
         for step, (x, y) in enumerate(batches()):
-            if step == (0 if when == "before the first step" else 2):
+            if step == 0:
                 model.to(torch.float64)
-                if when == "after a step" and not hasattr(model, "no_sync"):
-                    for optimizer in optimizers:
-                        for p, state in optimizer.state.items():
-                            for name, value in state.items():
-                                if isinstance(value, torch.Tensor) and value.shape == p.shape:
-                                    state[name] = value.double()
-            dtype = next(model.parameters()).dtype
             clear(optimizers)
-            loss_of(model, data(x).to(dtype), data(y).to(dtype)).backward()
+            loss_of(model, data(x), data(y)).backward()
             update(optimizers)
 
-    near = 1e-9 if when == "before the first step" else 1e-3
-    compare(loop, build=build, model=float32, rtol=near, atol=near)
+    compare(loop, build=build, model=float32, rtol=1e-9, atol=1e-9)
 
 
 # -- as a module ---------------------------------------------------------------------------------
@@ -978,20 +911,3 @@ def test_fairscales_attributes():
     assert (model.device_type, model.is_multi_device_module) == ("cpu", True)
     module.to("meta")
     assert (model.device_type, model.is_multi_device_module) == ("meta", False)
-
-
-def test_inputs_and_outputs_of_any_kind_pass_through():
-    class Odd(nn.Linear):
-        def forward(self, first, *, scale, **rest):
-            return {"out": super().forward(first["x"]) * scale, "rest": rest}
-
-    def run():
-        module = Odd(3, 2)
-        optimizer = oss(module.parameters())
-        model = mh.ShardedDataParallel(module, optimizer)
-        out = model({"x": torch.ones(1, 3)}, scale=2.0, other="kept")
-        assert out["rest"] == {"other": "kept"}
-        out["out"].sum().backward()
-        optimizer.step()
-
-    run_ranks(2, run)

@@ -1,6 +1,5 @@
 """What ranks must be given alike is compared when it is made, before anything else is sent."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +9,6 @@ import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.sharding_oracle import Lamb
 from manyhands._ranks.agreement import Describer
-from manyhands.sharding._agreement import facts_of_options
 
 
 def messages_of(*builds, world_size=2):
@@ -212,10 +210,6 @@ def one_broadcasts_buffers(rank):
     wrapped(Twins("ab"), broadcast_buffers=rank == 0)
 
 
-def one_sets_the_size_of_buckets(rank):
-    wrapped(Twins("ab"), reduce_buffer_size=4 if rank else None)
-
-
 MODULES = {
     layers_of_one_shape_in_another_order: (
         "in the module. The first that differs is number 0: rank 0: a.weight (2, 2) float32 on "
@@ -232,7 +226,6 @@ MODULES = {
     ),
     one_takes_rank_0s_values: "values of sync_models_at_startup: rank 0: True; rank 1: False",
     one_broadcasts_buffers: "values of broadcast_buffers: rank 0: True; rank 1: False",
-    one_sets_the_size_of_buckets: "values of reduce_buffer_size: rank 0: None; rank 1: 4",
 }
 
 
@@ -322,31 +315,6 @@ def test_options_that_do_not_change_the_numbers_may_differ():
 
     each = run_ranks(2, run, timeout=20)
     assert each == [(rank, f"of rank {rank}", [0.5] * 4) for rank in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("value", "compared"),
-    [
-        (1, 1.0),
-        (True, "True"),
-        (None, "None"),
-        ("cosine", "cosine"),
-        (torch.bfloat16, "torch.bfloat16"),
-        (torch.tensor([0.5, 2.0]), [0.5, 2.0]),
-        ({"b": 1, "a": (2, None)}, {"a": [2.0, "None"], "b": 1.0}),
-    ],
-    ids=["int", "bool", "None", "str", "dtype", "tensor", "dict"],
-)
-def test_what_is_compared_of_an_option(value, compared):
-    facts = facts_of_options([{"option": value, "params": []}], ["option"])
-    assert facts == {"values of option in group 0": compared}
-
-
-@pytest.mark.parametrize(
-    "value", [print, torch.device("cpu"), object()], ids=["a function", "a device", "an object"]
-)
-def test_what_cannot_be_compared_is_left_out(value):
-    assert facts_of_options([{"option": value, "params": []}], ["option"]) == {}
 
 
 def test_an_option_that_one_rank_alone_has_is_absent_on_the_others():

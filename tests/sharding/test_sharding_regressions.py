@@ -21,7 +21,6 @@ from helpers.sharding_oracle import (
     oss,
     plain,
 )
-from manyhands._ranks.ranks import RankGroup
 
 
 def sharded(module, kind=SGD, **options):
@@ -91,11 +90,9 @@ def test_optimizers_that_begin_with_state_take_in_what_thaws():
 
     def rank():
         module = frozen()
-        options = {"lr": 0.1, "initial_accumulator_value": 0.3}
+        options = {"lr": 0.1, "initial_accumulator_value": 0.3, "bucket_size": 100}
         optimizer = oss(module.parameters(), Adagrad, **options)
-        model = mh.ShardedDataParallel(
-            module, optimizer, reduce_buffer_size=100, warn_on_trainable_params_changed=False
-        )
+        model = mh.ShardedDataParallel(module, optimizer, warn_on_trainable_params_changed=False)
         return run(module, model, optimizer, dist.get_rank())
 
     module = frozen()
@@ -200,12 +197,11 @@ def test_state_that_cannot_be_collected_is_an_error_everywhere():
     raises_on_ranks(2, TypeError, run, match="in Lists has a list as 'history'")
 
 
-@pytest.mark.parametrize("option", ["layout", "bucket_size", "broadcast_fp16", "reduce_dtype"])
+@pytest.mark.parametrize("option", ["layout", "bucket_size", "reduce_dtype"])
 def test_options_that_differ_between_workers_are_an_error(option):
     values = {
         "layout": ["even", "whole"],
         "bucket_size": [64, 128],
-        "broadcast_fp16": [False, True],
         "reduce_dtype": [None, torch.bfloat16],
     }[option]
 
@@ -276,16 +272,6 @@ def test_an_optimizer_is_free_again_when_its_module_is_gone():
 
     ranks = run_ranks(2, run)
     assert_same(ranks, ranks[0])
-
-
-def test_backends_are_told_apart_by_device():
-    def run():
-        workers = RankGroup.of(dist.new_group([0, 1], backend="cpu:gloo"))
-        assert workers.on_gloo(torch.device("cpu"))
-        assert not workers.on_gloo(torch.device("cuda"))
-        assert RankGroup.of().on_gloo(torch.device("cpu"))
-
-    run_ranks(2, run)
 
 
 def test_a_learning_rate_given_for_a_group_says_what_it_is():

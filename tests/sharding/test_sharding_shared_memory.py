@@ -140,22 +140,6 @@ def test_parameters_that_thaw_or_are_converted_move_into_new_memory():
     assert_same(ranks, list(module.parameters()), rtol=1e-5, atol=1e-6)
 
 
-def test_adascale_measures_the_same():
-    def run(shared_memory):
-        rank, workers = everyone()
-        module = make_model()
-        optimizer = mh.AdaScale(oss(module.parameters(), lr=0.05, shared_memory=shared_memory))
-        wrapped = mh.ShardedDataParallel(module, optimizer)
-        x, y = make_batches(4, 1, workers)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(wrapped, x[step, 0, rank], y[step, 0, rank]).backward()
-            optimizer.step()
-        return optimizer.gain(), optimizer.progress
-
-    assert run_ranks(2, run, True) == run_ranks(2, run, False)
-
-
 def test_one_worker_needs_no_other():
     module = make_model()
     (optimizer,) = OPTIMIZERS["SGD"](module, shared)

@@ -14,7 +14,6 @@ from helpers.sharding_oracle import (
     loss_of,
     make_batches,
     make_model,
-    one,
     oss,
     train,
     train_alone,
@@ -84,22 +83,3 @@ def test_a_worker_without_data_joins_in():
         (sum(loss_of(module, x[step, 0, r], y[step, 0, r]) for r in with_data) / 3).backward()
         optimizer.step()
     assert_same(run_ranks(3, run), list(module.parameters()))
-
-
-def test_adascale_measures_what_it_does_with_gloos_own_way(monkeypatch):
-    def run(slices):
-        if slices:
-            monkeypatch.setattr(RankGroup, "on_gloo", lambda self, device: True)
-        build = one(torch.optim.SGD, lr=0.05)
-        rank, workers = everyone()
-        module = make_model()
-        optimizer = mh.AdaScale(build(module, oss)[0])
-        model = mh.ShardedDataParallel(module, optimizer)
-        x, y = make_batches(3, 1, workers)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, x[step, 0, rank], y[step, 0, rank]).backward()
-            optimizer.step()
-        return optimizer.gain()
-
-    assert run_ranks(2, run, False) == pytest.approx(run_ranks(2, run, True), rel=1e-9)

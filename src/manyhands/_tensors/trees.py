@@ -1,7 +1,7 @@
 """Find and replace tensors in nested containers, such as the arguments of a module.
 
-Containers are lists, tuples, sets, dicts, dataclasses and their subclasses, other mutable mappings,
-and instances of classes that are registered with torch.utils._pytree.
+Containers are lists, tuples, dicts, dataclasses and their subclasses, `UserDict`s, and instances of
+classes that are registered with torch.utils._pytree.
 
 A container with a replaced tensor is copied, with all attributes. The user's constructors are not
 called, because their arguments are unknown: `defaultdict` requires a factory, a model
@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -81,9 +81,7 @@ class _Map:
     def _container(self, value: object) -> object:
         if isinstance(value, tuple):
             return self._rebuilt(value, value, partial(_tuple_like, value))
-        if isinstance(value, set | frozenset):
-            return self._rebuilt(value, value, type(value))
-        if isinstance(value, list | deque | UserList):
+        if isinstance(value, list):
             return self._with_items(value, enumerate(value), operator.setitem)
         result = value
         if isinstance(value, dict | UserDict):
@@ -98,8 +96,6 @@ class _Map:
         if node is not None:
             children, context = node.flatten_fn(value)
             return self._rebuilt(value, children, lambda new: node.unflatten_fn(new, context))
-        if isinstance(value, MutableMapping):
-            return self._with_items(value, value.items(), operator.setitem)
         if self._others is not None:
             self._others(value)
         return value

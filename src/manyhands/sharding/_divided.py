@@ -26,7 +26,6 @@ class DividedOptimizer(ShardedOptimizer):
     optimizer_class: type[Optimizer]
     optimizer_arguments: dict[str, Any]
     _workers: RankGroup
-    _about = ""  # shown by `repr`
 
     @property
     def shards_state(self) -> bool:
@@ -35,9 +34,7 @@ class DividedOptimizer(ShardedOptimizer):
     def __repr__(self) -> str:
         name = type(self).__name__
         groups = super().__repr__().removeprefix(name)
-        size = self._workers.size
-        about = f"{self._about}{size} worker{'s' if size > 1 else ''}"
-        return f"{name} of {self.optimizer_class.__name__} ({about}){groups}"
+        return f"{name} of {self.optimizer_class.__name__}{groups}"
 
     def _make(self, groups: Sequence[ParamGroup]) -> Optimizer:
         """Make an optimizer; raise on all ranks if this fails on any rank."""

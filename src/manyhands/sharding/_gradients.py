@@ -1,15 +1,8 @@
-"""Clip sharded gradients and scale losses.
-
-Each rank computes the norms n_i of local slices. With p = `norm_type` the total norm is
-
-    (sum of n_i^p over the slices of all ranks)^(1 / p)        or max n_i, if p is infinite
-"""
+"""Clip sharded gradients and scale losses."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -22,7 +15,7 @@ from manyhands._arguments import real
 from manyhands._optimizers.state_parts import ShardedOptimizer
 from manyhands._optimizers.wrappers import find_layer
 from manyhands._ranks.ranks import RankGroup
-from manyhands._ranks.sharded_gradient import local_parts
+from manyhands._ranks.sharded_gradient import local_parts, norm_of_slices
 from manyhands._tensors.flat import accumulation_dtype, norm
 from manyhands.sharding._agreement import GroupLike
 
@@ -45,15 +38,9 @@ def clip(
         if grad is not None and grad.numel():
             norms.append(_norm_of_shard(grad, norm_type).to(device))
     values = torch.stack(norms) if norms else torch.zeros(1, device=device)
-    if math.isinf(norm_type):
-        unknown = values.isnan().any().to(values.dtype)  # MAX may drop a NaN: send a flag
-        both = torch.stack([values.nan_to_num(nan=0.0, posinf=torch.inf).max(), unknown])
-        most = ranks.all_reduce(both, largest=True)
-        total = torch.where(most[1] > 0, torch.nan, most[0])
-    else:
-        # float64, because a power of a large float32 norm overflows. MPS has no float64.
-        power = values.double() if device.type != "mps" else values
-        total = ranks.all_reduce(power.pow(norm_type).sum()).pow(1.0 / norm_type).to(values.dtype)
+    # The norm of norms of equal order is the norm of all elements.
+    here = norm_of_slices([values], norm_type, ranks.reducing_group)
+    total = here.reduce(here)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # a tensor: no wait for the device
     for grad in grads:
         if grad is not None:
@@ -65,21 +52,6 @@ def _norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
     if norm_type == 2.0:
         return norm(grad)
     return torch.linalg.vector_norm(grad, norm_type, dtype=accumulation_dtype(grad.dtype))
-
-
-def _device_may_come_first(init: Callable[..., None]) -> Callable[..., None]:
-    """Accept torch's argument order too, with the device first."""
-
-    @functools.wraps(init)
-    def with_device(self: object, *args: object, **options: object) -> None:
-        if args and (args[0] is None or isinstance(args[0], str | torch.device)):
-            if "device" in options:
-                raise TypeError("ShardedGradScaler got two values for device.")
-            init(self, *args[1:], device=args[0], **options)
-        else:
-            init(self, *args, **options)
-
-    return with_device
 
 
 class ShardedGradScaler(GradScaler):
@@ -100,9 +72,6 @@ class ShardedGradScaler(GradScaler):
     Unlike torch's class, this class unscales float16 gradients. Very small values are lost in
     float16: parameters in float32 under autocast train better.
 
-    Arguments are in fairscale's order, or in the order of `torch.amp.GradScaler`:
-    `ShardedGradScaler("cuda", 2.0**10)`.
-
     Args:
         init_scale: the initial loss scale.
         growth_factor: the factor by which the scale grows.
@@ -113,7 +82,6 @@ class ShardedGradScaler(GradScaler):
         device: the device type of the losses, "cuda" or "cpu"; default: the GPU, if present.
     """
 
-    @_device_may_come_first
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -125,7 +93,7 @@ class ShardedGradScaler(GradScaler):
         *,
         device: Device = None,
     ) -> None:
-        real("init_scale", init_scale, above=0, why="Give arguments by name.")
+        real("init_scale", init_scale, above=0, why='Pass the device by name: device="cpu".')
         if device is None:
             device = "cpu"
             if torch.cuda.is_available():

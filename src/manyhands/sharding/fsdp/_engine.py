@@ -114,7 +114,6 @@ class Engine:
         module.register_forward_pre_hook(_begin_another_run, prepend=True)
         module.register_forward_hook(eager(_nest_output))
         self.overlap = overlap
-        self.ignored = ignored
         if not overlap:
             # Naming this wrap disables prefetching in backward.
             self.module.set_modules_to_backward_prefetch([self.module])
@@ -469,14 +468,6 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
     if sharded:
         check_own_shards([optimizer.state.get(param) for param in params], params)
         guard_state(optimizer)
-        _warn_of_new_layers(params, sharded)
-        if any(param._backward_hooks for param in sharded):
-            warn(
-                "hooks from register_hook() on a parameter that FullyShardedDataParallel has "
-                "sharded are never called. Use register_post_accumulate_grad_hook(), where "
-                "param.grad is this rank's slice of the mean.",
-                RuntimeWarning,
-            )
         problem = fused_problem(optimizer)
         if problem:
             raise TypeError(problem)
@@ -490,23 +481,6 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
                 "which assigns each full tensor to a rank."
             )
     _checked[optimizer] = len(params)
-
-
-def _warn_of_new_layers(params: Sequence[Tensor], sharded: Sequence[Tensor]) -> None:
-    """Warn of unaveraged parameters that were added to a wrapped module later."""
-    plain = set(params) - set(sharded)
-    if not plain:
-        return
-    for engine in _engines:
-        for name, param in engine.module.named_parameters():
-            if param in plain and param not in engine.ignored:
-                warn(
-                    f"{name}, of shape {tuple(param.shape)}, was added to a module after "
-                    "FullyShardedDataParallel had sharded it: each rank trains this parameter on "
-                    "its own samples. Add new layers before you wrap the model.",
-                    RuntimeWarning,
-                )
-                return
 
 
 def _check_all_averaged(sharded: Sequence[Tensor]) -> None:

@@ -1,9 +1,9 @@
 """Convert `param.grad` of a sharded backward into a DTensor that works with torch's clipping.
 
 `torch.nn.utils.clip_grad_norm_` stacks the norms of all gradients and takes the norm of the stack.
-With plain DTensors, each parameter costs an all_reduce, and the result cannot be formatted as a
-number. Here, the norm of a gradient is a `LocalNorm` (`_ranks/sharded_gradient.py`): a single small
-all_reduce in total, with a plain tensor as the result.
+With plain DTensors, the result cannot be formatted as a number, and a maximum norm hangs if a rank
+has an empty slice. Here, the norm of a gradient is a `LocalNorm` (`_ranks/sharded_gradient.py`): a
+single small all_reduce in total, with a plain tensor as the result.
 
 A reduction of a plain DTensor, such as `grad.sum()`, returns a partial result on each rank, and
 `item()` and `bool()` ignore the other ranks' parts. This class combines the parts immediately. All
@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from manyhands._ranks.presence import RollCall
 from manyhands._ranks.sharded_gradient import NOT_LIKE_IT, LocalNorm, norm_of_slices
+from manyhands._tensors.flat import local_shard
 
-NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm}
 # Undefined on a rank without elements.
 OF_SOME = {"max", "min", "amax", "amin", "argmax", "argmin", "norm", "linalg_vector_norm"}
+NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm}
 
 
 class DTensorGradient(DTensor):
@@ -48,7 +49,7 @@ class DTensorGradient(DTensor):
             args[0]._local_tensor.mul_(args[1])
             return args[0]
         if func is torch._foreach_mul_ and _is_number(*args[1:]):
-            return torch._foreach_mul_([_local(grad) for grad in args[0]], args[1])
+            return torch._foreach_mul_([local_shard(grad) for grad in args[0]], args[1])
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ in OF_SOME and _is_empty_somewhere(args[0]):
                 return func(_put_together(func.__name__, args[0]), *args[1:], **kwargs)
@@ -75,24 +76,16 @@ class DTensorGradient(DTensor):
             raise RuntimeError(NOT_LIKE_IT)
         self._local_tensor = other._local_tensor
 
-    def __deepcopy__(self, memo: dict[int, Tensor]) -> Tensor:
-        copied = _plain(self).clone()
-        copied.__class__ = DTensorGradient
-        return memo.setdefault(id(self), copied)
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        return _plain(self).__reduce_ex__(protocol)
+        """Pickle a plain DTensor, which torch.load accepts."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().__reduce_ex__(protocol)
 
 
 def use_our_class(param: Tensor) -> None:
     # Changing the class preserves the object and its hooks.
     if type(param.grad) is DTensor:
         param.grad.__class__ = DTensorGradient
-
-
-def _plain(grad: DTensorGradient) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return grad.detach()
 
 
 def _layout(grad: DTensor) -> object:
@@ -118,12 +111,7 @@ def _is_empty_somewhere(grad: object) -> bool:
 
 def _norm_of_slice(grad: DTensor, power: float = 2) -> LocalNorm:
     mesh = grad.device_mesh  # shards of a copy are in the last dimension
-    return norm_of_slices([_local(grad)], float(power), mesh.get_group(mesh.ndim - 1))
-
-
-def _local(grad: Tensor) -> Tensor:
-    tensor: Tensor = grad._local_tensor if isinstance(grad, DTensor) else grad
-    return tensor
+    return norm_of_slices([grad._local_tensor], float(power), mesh.get_group(mesh.ndim - 1))
 
 
 def _is_number(value: object = None, *_: object) -> bool:

@@ -289,9 +289,10 @@ class Wrap(ModuleWrapper):
     def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
         """Return the plain optimizer's state dict on rank 0, and None on other ranks.
 
-        Call it on every rank. For parameters in a single-rank group, listed as
-        `uncollected_local_ids`, the dict has only rank 0's state.
+        Call it on every rank.
         """
+        for wrap in wraps_in(self, Wrap):
+            wrap.check_can_save(self)
         self._reshard()
         keep = self.rank == 0
 
@@ -306,31 +307,18 @@ class Wrap(ModuleWrapper):
         # Changes of the result must not change the optimizer.
         state["state"] = {index: dict(each) for index, each in state["state"].items()}
         names = {id(param): name for name, param in self.named_parameters()}
-        private = self._private_params()
         state["param_id_map"] = {}
-        local_ids = []
         for i, param in enumerate(params_in(optim.param_groups)):
             if id(param) in names:
                 state["param_id_map"][names[id(param)]] = i
-            if id(param) in private:
-                local_ids.append(i)
-        if private:
-            state["uncollected_local_ids"] = local_ids
         return state
 
     def get_shard_from_optim_state_dict(
         self, full_optim_state_dict: Mapping[str, Any]
     ) -> StateDict:
-        """Return this rank's slices of the plain optimizer's state, for `load_state_dict`.
-
-        Rank 0's state of parameters in a single-rank group is omitted on other ranks.
-        """
+        """Return this rank's slices of the plain optimizer's state, for `load_state_dict`."""
         self._reshard()
         result = dict(full_optim_state_dict)
-        result.pop("uncollected_local_ids", None)
-        left_out: set[int] = set()
-        if self.rank > 0:
-            left_out = self._private_params()
         params = dict(self.named_parameters())
         # A plain optimizer's state numbers parameters in model order.
         named = result.pop("param_id_map", None) or {name: i for i, name in enumerate(params)}
@@ -338,19 +326,19 @@ class Wrap(ModuleWrapper):
         result["param_groups"] = copy.deepcopy(result["param_groups"])
         result["state"] = {}
         for i, state in full_optim_state_dict["state"].items():
-            if id(of[i]) not in left_out:
-                shard = partial(_shard_state, i, of[i])
-                result["state"][i] = tree_map_tensors(shard, dict(state))
+            shard = partial(_shard_state, i, of[i])
+            result["state"][i] = tree_map_tensors(shard, dict(state))
         return result
 
-    def _private_params(self) -> set[int]:
-        if self.world_size == 1:
-            return set()
-        found: set[int] = set()
-        for wrap in wraps_in(self, Wrap):
-            if wrap.world_size == 1:
-                found.update(id(param) for param in wrap.params)
-        return found
+    def check_can_save(self, model: nn.Module) -> None:
+        """Raise a ValueError if ranks train different parameters."""
+        sharded = any(wrap.world_size > 1 for wrap in wraps_in(model, Wrap))
+        if sharded and self.world_size == 1 and self.params:
+            raise ValueError(
+                f"a {type(self.module).__name__} is wrapped in a single-rank process group, so "
+                "parameters differ between ranks, and a checkpoint would contain only a single "
+                "rank's. Save each rank's state dicts in a separate file."
+            )
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -374,11 +362,11 @@ def _begin_state(reference: WrapReference, *_: object) -> None:
 
 
 def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) -> None:
-    for key, value in _pop_last_entries(state, prefix).items():
+    for key, value in _pop_entries(state, prefix).items():
         state[key.replace(f"{prefix}{INNER}.", prefix, 1)] = value
     versions = getattr(state, "_metadata", None)
     if versions is not None:
-        for key, version in _pop_last_entries(versions, prefix[:-1]).items():
+        for key, version in _pop_entries(versions, prefix[:-1]).items():
             versions[key] = version  # for loading a wrap inside a plain container
             # The module's version follows and replaces the wrap's.
             versions[plain_name(key + ".")[:-1]] = version
@@ -390,7 +378,7 @@ def _show_full(
     wrap = reference()
     if wrap is None:
         return
-    own = _pop_last_entries(state, prefix)
+    own = _pop_entries(state, prefix)
     if wrap._in_local_state:
         for key, value in own.items():
             state[key] = local_shard(value) if isinstance(value, Tensor) else value
@@ -412,17 +400,9 @@ def _show_full(
             state[key] = value
 
 
-def _pop_last_entries(entries: dict[str, V], prefix: str) -> dict[str, V]:
-    """Remove and return the last entries, up to the first key without the prefix."""
-    # Popping avoids a scan of the dict for each wrap.
-    popped = []
-    while entries:
-        key, value = entries.popitem()
-        if not key.startswith(prefix):
-            entries[key] = value
-            break
-        popped.append((key, value))
-    return dict(reversed(popped))
+def _pop_entries(entries: dict[str, V], prefix: str) -> dict[str, V]:
+    """Remove and return the entries with the prefix."""
+    return {key: entries.pop(key) for key in list(entries) if key.startswith(prefix)}
 
 
 def _take_plain(state: dict[str, object], prefix: str, *_: object) -> None:

@@ -91,7 +91,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         self.group = self._workers.group
         _check_sharded(given, self._workers)
         self._load = [0] * self._workers.size
-        self._tensors: list[list[OwnedTensor]] = []  # by group
+        self._tensors: list[OwnedTensor] = []
         if self._workers.size > 1:  # raises if the optimizer combines all parameters
             options = [{**defaults, **options_of(group)} for group in self.param_groups]
             choose_layout(optim, None, options)
@@ -107,26 +107,15 @@ class WholeTensorOptimizer(DividedOptimizer):
 
     # -- parameters --------------------------------------------------------------------------------
 
-    def _check_params(self, params: Sequence[Tensor]) -> None:
-        if self._inner is not None:
-            _check_sharded(params, self._workers)
-
     def _take_in_last_group(self) -> None:
-        number = len(self.param_groups) - 1
-        try:
-            owned = self._take_in(self.param_groups[number])
-            # The constructor checks more than add_param_group.
-            self._make([dict(owned)])
-            self.optim.add_param_group(owned)
-        except Exception:
-            del self._tensors[number:], self.optim.param_groups[number:]
-            raise
-        copy_options(self.optim.param_groups, self.param_groups)
+        raise RuntimeError(
+            "WholeTensorOptimizer has no add_param_group. Pass all parameter groups to the "
+            "constructor, or make a second WholeTensorOptimizer."
+        )
 
     def _take_in(self, group: ParamGroup) -> ParamGroup:
         """Assign owners; return the group with this rank's tensors."""
         if self._workers.size == 1:
-            self._tensors.append([])
             return dict(group)
         params = group["params"]
         owners = deal_out([(n, param.numel()) for n, param in enumerate(params)], self._load)
@@ -137,7 +126,7 @@ class WholeTensorOptimizer(DividedOptimizer):
             for each in DTensorShards.of(param).ranges:
                 rows.append(slice(each.start * row, (each.start + each.length) * row))
             tensors.append(OwnedTensor(param, owners[number], rows))
-        self._tensors.append(tensors)
+        self._tensors += tensors
         self._refresh(tensors)
         return {**options_of(group), "params": [p.whole for p in tensors if p.whole is not None]}
 
@@ -145,7 +134,7 @@ class WholeTensorOptimizer(DividedOptimizer):
 
     @torch.no_grad()
     def _step(self, **kwargs: Any) -> None:
-        tensors = [tensor for group in self._tensors for tensor in group]
+        tensors = self._tensors
         # Whether each tensor has a gradient; the last flag: whether a shard was changed.
         flags = [tensor.param.grad is not None for tensor in tensors]
         seen = [tensor.seen for tensor in tensors]
@@ -262,7 +251,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         packed = self.optim.state_dict()
         parts = []
         number = 0
-        for index, tensor in enumerate(tensor for group in self._tensors for tensor in group):
+        for index, tensor in enumerate(self._tensors):
             if tensor.whole is None:
                 continue
             state = packed["state"].get(number, {})

@@ -375,18 +375,6 @@ class FullyShardedDataParallel(Wrap):
         with self.summon_full_params():
             self.module.reset_parameters()  # type: ignore[operator]
 
-    # -- state ---------------------------------------------------------------------------------
-
-    def check_can_save(self, model: nn.Module) -> None:
-        """Raise a ValueError if ranks train different parameters."""
-        sharded = any(wrap.world_size > 1 for wrap in wraps_in(model, Wrap))
-        if sharded and self.world_size == 1 and self.params:
-            raise ValueError(
-                f"a {type(self.module).__name__} is wrapped in a single-rank process group, so "
-                "parameters differ between ranks, and a checkpoint would contain only a single "
-                "rank's. Save each rank's state dicts in a separate file."
-            )
-
     def extra_repr(self) -> str:
         """Return the options, for `print(model)`."""
         if not self.verbose:

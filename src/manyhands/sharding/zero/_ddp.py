@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from manyhands._arguments import whole
 from manyhands._optimizers.modules import (
     ModuleWrapper,
     check_has_memory,
@@ -52,7 +51,7 @@ class ShardedDataParallel(ModuleWrapper):
         process_group: the ranks; default: the optimizer's group.
         broadcast_buffers: copy rank 0's buffers whenever gradients are averaged.
         sync_models_at_startup: copy rank 0's parameters and buffers in the constructor.
-        reduce_buffer_size: elements per message; default: the optimizer's bucket size.
+        reduce_buffer_size: ignored; `bucket_size` of `OSS` is the number of elements per message.
         auto_refresh_trainable: check before each forward whether parameters were frozen or
             unfrozen. If False, call `refresh_trainable` after each such change.
         reduce_fp16: send gradients as float16.
@@ -95,23 +94,17 @@ class ShardedDataParallel(ModuleWrapper):
         self.register_load_state_dict_pre_hook(_add_module_prefix)
         if reduce_fp16:
             reduce_dtype = torch.float16
-        if reduce_buffer_size is not None:
-            whole("reduce_buffer_size", reduce_buffer_size)
         if self._workers.size == 1:
             return
         # Before other collectives, which could hang with different models.
         facts: Facts = {
             "values of reduce_dtype": str(reduce_dtype),
-            "values of reduce_buffer_size": reduce_buffer_size,
             "values of broadcast_buffers": broadcast_buffers,
             "values of sync_models_at_startup": sync_models_at_startup,
         }
         with_buffers = broadcast_buffers or sync_models_at_startup
         facts.update(facts_of_model(module, self._optimizers, with_buffers))
         agree(self._workers, facts, ADVICE)
-        if reduce_buffer_size is not None:
-            for one in self._optimizers:
-                one._resize_buckets(reduce_buffer_size)
         if sync_models_at_startup:
             self._workers.broadcast_from_first([*module.parameters(), *module.buffers()])
         # A shared group could confuse the buckets of two modules.
@@ -173,8 +166,6 @@ class ShardedDataParallel(ModuleWrapper):
 
     def refresh_trainable(self) -> None:
         """Follow parameters that were frozen or unfrozen. Call it on every rank."""
-        for one in self._optimizers:
-            one.refresh_trainable()
         if self._reducer is not None:
             self._reducer.follow_trained()
 

@@ -5,6 +5,8 @@ Tensors
     slice.data    a view of the same memory: the elements of a parameter in this rank's slice of a
                   bucket, updated by the optimizer
 
+Trained and frozen parameters have separate buffers, so that frozen parameters are not sent.
+
 In a step, `gradient` returns a slice's part of `param.grad`, the optimizer updates `slice.data` in
 place, `start_all_gather` sends slices, and `wait` completes the parameters.
 
@@ -41,22 +43,6 @@ class ParamSlice:
     stop: int
     data: Tensor
     whole: bool  # `data` has the parameter's shape; otherwise it is flat
-    rounded: Tensor | None = None  # the elements, if `data` is an exact copy
-
-
-@dataclass(eq=False)
-class PendingGather:
-    """A bucket of parameters in an all_gather, perhaps in a narrower type."""
-
-    data: Tensor
-    sent: Tensor
-    works: list[dist.Work]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        if self.sent is not self.data:
-            self.data.copy_(self.sent)
 
 
 @dataclass(eq=False)
@@ -93,81 +79,69 @@ class FlatBuffer:
 class Shards:
     """All parameters of an optimizer, by index, and the ranks that own their elements.
 
-    `largest` is the number of elements in a bucket (None: the default; 0: a bucket per parameter).
-    A *place* is a parameter's part of the flat memory, assigned when the parameter is first
-    trained.
-
-    With `wire`, ranks send parameters in that narrower type and train with rounded values. Owners
-    store exact copies, so that small updates are not lost.
+    `largest` is the number of elements in a bucket; None: the default.
     """
 
-    def __init__(
-        self,
-        workers: RankGroup,
-        *,
-        even: bool,
-        largest: int | None,
-        wire: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, workers: RankGroup, *, even: bool, largest: int | None) -> None:
         self.workers = workers
         self.even = even
         self.largest = largest
-        self.wire = wire
-        self._gathers: list[PendingGather | SharedMemoryGather] = []
+        self._gathers: list[dist.Work | SharedMemoryGather] = []
         self.params: list[Tensor] = []
         self.slices: list[list[ParamSlice]] = []
         self.buffers: list[FlatBuffer] = []
-        self._load: dict[Kind, list[int]] = {}  # elements per rank
-        self._where: dict[int, tuple[Tensor, int]] = {}  # param -> buffer, start in the buffer
+        # Elements per rank, of trained and of frozen parameters.
+        self._load: dict[tuple[Kind, bool], list[int]] = {}
 
     def extend(self, params: Sequence[Tensor]) -> None:
+        """Add parameters, and assign their elements to ranks."""
+        ranks = self.workers.size
+        first = len(self.params)
         self.params.extend(params)
         self.slices.extend([] for _ in params)
-
-    @property
-    def missing(self) -> list[int]:
-        """Indices of trained parameters without a place."""
-        if self.workers.size == 1:
-            return self.without_slices
-        return [i for i in self.without_slices if self.params[i].requires_grad]
-
-    @property
-    def without_slices(self) -> list[int]:
-        """Indices of all parameters without a place."""
-        found = []
-        for i, param in enumerate(self.params):
-            empty = self.workers.size > 1 and not param.numel()
-            if not self.slices[i] and i not in self._where and not empty:
-                found.append(i)
-        return found
-
-    def lay_out(self) -> list[ParamSlice]:
-        """Assign places to the `missing` parameters; return this rank's new slices."""
-        ranks = self.workers.size
-        new = self.missing
-        kinds: dict[Kind, list[int]] = {}
-        for i in reversed(new):  # approximates the order of gradients in backward
-            param = self.params[i]
-            if ranks == 1:
+        if ranks == 1:
+            for i, param in enumerate(params, first):
                 self.slices[i] = [ParamSlice(i, 0, param.numel(), param, whole=True)]
-            else:
-                kinds.setdefault((param.dtype, param.device), []).append(i)
-        for kind, indices in kinds.items():
-            sizes = [(i, self.params[i].numel()) for i in indices]
+            return
+        kinds: dict[tuple[Kind, bool], list[tuple[int, int]]] = {}
+        # Backward approximately computes gradients in reverse order.
+        for i in reversed(range(first, len(self.params))):
+            param = self.params[i]
+            if param.numel():
+                kind = (param.dtype, param.device)
+                sizes = kinds.setdefault((kind, param.requires_grad), [])
+                sizes.append((i, param.numel()))
+        for key, sizes in kinds.items():
             largest = self.largest
             if largest is None:
                 largest = _layout.bucket_size(ranks, sum(size for _, size in sizes))
             if self.even:
                 layouts = _layout.even_layout(sizes, ranks, largest)
             else:
-                load = self._load.setdefault(kind, [0] * ranks)
+                load = self._load.setdefault(key, [0] * ranks)
                 layouts = _layout.whole_layout(sizes, ranks, largest, load)
             for layout in layouts:
-                self._build(layout, kind)
-        return [owned for i in new for owned in self.slices[i]]
+                self._build(layout, key[0])
+
+    def _build(self, layout: _layout.BufferLayout, kind: Kind) -> None:
+        data, on_ranks = self._move_in(layout, kind)
+        buckets = []
+        for each in layout.buckets:
+            within = slice(each.start, each.start + each.size)
+            bucket = FlatBucket(each, data[within], [other[within] for other in on_ranks])
+            for place in each.owned(self.workers.rank):
+                elements = self._owned_elements(bucket, place)
+                trainable = elements.is_floating_point() or elements.is_complex()
+                tensor = torch.nn.Parameter(elements, requires_grad=trainable)
+                owned = ParamSlice(place.param, place.start, place.stop, tensor, not self.even)
+                self.slices[place.param].append(owned)
+                bucket.slices.append((owned, place))
+            buckets.append(bucket)
+        self.buffers.append(FlatBuffer(layout, data, buckets))
 
     @torch.no_grad()
-    def _build(self, layout: _layout.BufferLayout, kind: Kind) -> None:
+    def _move_in(self, layout: _layout.BufferLayout, kind: Kind) -> tuple[Tensor, list[Tensor]]:
+        """Move parameters to new memory; return it, and with shared memory that of all ranks."""
         dtype, device = kind
         on_ranks: list[Tensor] = []
         if self.workers.shared_memory is None:
@@ -182,35 +156,18 @@ class Shards:
             view.copy_(param)
             # Preserves the Parameter object.
             param.data = view
-            self._where[index] = (data, start)
-        buckets = []
-        for each in layout.buckets:
-            within = slice(each.start, each.start + each.size)
-            bucket = FlatBucket(each, data[within], [other[within] for other in on_ranks])
-            self._find_slices(bucket)
-            buckets.append(bucket)
-        self.buffers.append(FlatBuffer(layout, data, buckets))
+        return data, on_ranks
 
-    def _find_slices(self, bucket: FlatBucket) -> None:
-        start = bucket.layout.cuts[self.workers.rank]
-        for place in bucket.layout.owned(self.workers.rank):
-            data = bucket.data[start + place.offset : start + place.offset + place.size]
-            if not self.even:
-                data = unflatten(data, self.params[place.param])
-            rounded = None
-            if _narrows(self.wire, data):
-                rounded = data
-                data = data.clone()
-            owned = ParamSlice(
-                place.param,
-                place.start,
-                place.stop,
-                torch.nn.Parameter(data),
-                whole=not self.even,
-                rounded=rounded,
-            )
-            self.slices[place.param].append(owned)
-            bucket.slices.append((owned, place))
+    def _owned_elements(self, bucket: FlatBucket, place: ParamRange) -> Tensor:
+        start = bucket.layout.cuts[self.workers.rank] + place.offset
+        data = bucket.data[start : start + place.size]
+        if self.even:
+            return data
+        return unflatten(data, self.params[place.param])
+
+    @property
+    def trained(self) -> list[bool]:
+        return [param.requires_grad for param in self.params]
 
     @property
     def buckets(self) -> Iterator[FlatBucket]:
@@ -242,27 +199,21 @@ class Shards:
         chosen.reverse()
         return chosen
 
-    def release(self) -> None:
-        """Discard all places. Only before optimizer state exists."""
-        self.buffers = []
-        self._where = {}
-        self._load = {}
-        self.slices = [[] for _ in self.params]
-
     # -- parameters that were moved ------------------------------------------------------------
 
     @property
     def moved(self) -> bool:
         """Whether `model.to(...)` or `half()` has moved parameters out of the buffers."""
-        for i, (data, start) in self._where.items():
-            param = self.params[i]
-            in_buffer = torch._C._is_alias_of(param, data)  # type: ignore[attr-defined]
-            if not in_buffer or param.storage_offset() != start:
-                return True
+        for buffer in self.buffers:
+            for i, start in buffer.layout.starts.items():
+                param = self.params[i]
+                in_buffer = torch._C._is_alias_of(param, buffer.data)  # type: ignore[attr-defined]
+                if not in_buffer or param.storage_offset() != start:
+                    return True
         return False
 
     def rebuild_buffers(self) -> None:
-        layouts: list[tuple[_layout.BufferLayout, Kind]] = []
+        """Move all parameters to new buffers. As in torch, optimizer state is not moved."""
         for buffer in self.buffers:
             kinds = {(self.params[i].dtype, self.params[i].device) for i in buffer.layout.starts}
             if len(kinds) > 1:
@@ -271,11 +222,13 @@ class Shards:
                     f"parameters that share a bucket are {names}. Move the whole model, or build "
                     "the optimizer after moving."
                 )
-            layouts.append((buffer.layout, kinds.pop()))
-        self.buffers = []
-        self.slices = [[] for _ in self.params]
-        for layout, kind in layouts:
-            self._build(layout, kind)
+            buffer.data, on_ranks = self._move_in(buffer.layout, kinds.pop())
+            for bucket in buffer.buckets:
+                within = slice(bucket.layout.start, bucket.layout.start + bucket.layout.size)
+                bucket.data = buffer.data[within]
+                bucket.on_ranks = [other[within] for other in on_ranks]
+                for owned, place in bucket.slices:
+                    owned.data.data = self._owned_elements(bucket, place)
 
     # -- between gradients and slices ----------------------------------------------------------
 
@@ -291,33 +244,14 @@ class Shards:
 
     # -- parameters before and after a step ----------------------------------------------------
 
-    @torch.no_grad()
-    def take_changes(self) -> None:
-        """Refresh exact copies of parameters that were changed."""
-        for slices in self.slices:
-            for owned in slices:
-                if owned.rounded is not None:
-                    # Keep exact values that round to the parameter's value.
-                    kept = owned.data.to(self.wire).to(owned.data.dtype) == owned.rounded
-                    owned.data.copy_(torch.where(kept, owned.data, owned.rounded))
-
-    @torch.no_grad()
     def start_all_gather(self, buckets: Sequence[FlatBucket]) -> None:
-        for bucket in buckets:
-            for owned, _ in bucket.slices:
-                if owned.rounded is not None:
-                    owned.rounded.copy_(owned.data)
         memory = self.workers.shared_memory
         if memory is not None:
             barrier = memory.barrier()
             self._gathers += [SharedMemoryGather(b, self.workers.rank, barrier) for b in buckets]
             return
         for bucket in buckets:
-            sent = bucket.data
-            if _narrows(self.wire, sent):
-                sent = sent.to(self.wire)
-            works = self.workers.all_gather_slices(sent, bucket.layout.cuts)
-            self._gathers.append(PendingGather(bucket.data, sent, works))
+            self._gathers += self.workers.all_gather_slices(bucket.data, bucket.layout.cuts)
 
     def wait(self) -> None:
         # Autograd detects a backward through old values by versions, which writes to `data` do not
@@ -330,7 +264,3 @@ class Shards:
             # Slices must not change while other ranks read.
             self.workers.shared_memory.barrier().wait()
         self._gathers.clear()
-
-
-def _narrows(wire: torch.dtype | None, tensor: Tensor) -> bool:
-    return wire is not None and tensor.is_floating_point() and tensor.itemsize > wire.itemsize

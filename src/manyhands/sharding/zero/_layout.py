@@ -102,11 +102,11 @@ def bucket_size(workers: int, elements: int) -> int:
 
 def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[BufferLayout]:
     """Cut parameters, given as (index, elements), into equal slices."""
-    # `largest` is the number of elements in a bucket; 0 puts each parameter in a separate buffer.
+    # `largest` is the number of elements in a bucket.
     buffers = []
     for members in in_groups(sizes, itemgetter(1), largest):
         starts, total = _assign_starts(members)
-        number = math.ceil(total / (SPARE * largest)) if largest else 1
+        number = math.ceil(total / (SPARE * largest))
         # Rounding up gives equal, aligned slices.
         size = _round_up(-(-total // number), workers * ALIGN)
         cuts = range(0, size + 1, size // workers)

@@ -13,7 +13,7 @@ A step, in order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
-from manyhands._arguments import flag, whole
+from manyhands._arguments import whole
 from manyhands._optimizers.modules import ParallelModules
 from manyhands._optimizers.state_parts import (
     OptimizerStatePart,
@@ -40,14 +40,13 @@ from manyhands.sharding._agreement import (
     GroupLike,
     check_same_frozen,
     facts_of_groups,
-    params_in,
 )
 from manyhands.sharding._divided import DividedOptimizer, check_params_and_class, copy_options
 from manyhands.sharding._gradients import clip
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._reducer import Reducer
-from manyhands.sharding.zero._slice_optimizer import choose_layout, follow_moved, step_slices
+from manyhands.sharding.zero._slice_optimizer import choose_layout, step_slices
 
 
 @dataclass
@@ -55,12 +54,11 @@ class OSSRun:
     """The changing state of an OSS, shared with proxies around the OSS."""
 
     optim: Any = None
+    trained: Sequence[bool] = ()  # by parameter, when ranks last agreed
     begun: bool = False  # whether optimizer state exists
     averaged: bool = False  # whether ranks had equal gradients in the first step
     consolidated: dict[int, _state.ParamState] | None = None
     recipient: int | None = None  # of the state collected since the last step
-    # Loaded state of frozen parameters, by index.
-    pending_state: dict[int, _state.ParamState] = field(default_factory=dict)
     # Weak, because the module references the OSS.
     reducer_ref: Callable[[], Reducer | None] = lambda: None
 
@@ -97,9 +95,6 @@ class OSS(DividedOptimizer):
         optim: class of the optimizer.
         group: the ranks that share the state; default: all.
         broadcast_buffer_size: fairscale's name for `bucket_size`; ignored unless positive.
-        broadcast_fp16: send updated parameters as float16. All ranks train with rounded values;
-            owners also store exact values. State dicts contain rounded values, with which a resumed
-            run starts. No effect with `shared_memory`.
         layout: "even" cuts parameters anywhere into equal slices, for elementwise optimizers;
             "whole" assigns each parameter to a single rank. The default depends on `optim`; see
             `.layout`.
@@ -118,7 +113,6 @@ class OSS(DividedOptimizer):
         global_rank: this process's rank among all processes.
         world_size: the number of ranks in `group`.
         backend: the name of the group's backend; None without a process group.
-        broadcast_fp16: the argument.
     """
 
     def __init__(
@@ -127,7 +121,6 @@ class OSS(DividedOptimizer):
         optim: type[Optimizer] = SGD,
         group: GroupLike | None = None,
         broadcast_buffer_size: int = -1,
-        broadcast_fp16: bool = False,
         *,
         layout: str | None = None,
         shared_memory: bool = False,
@@ -138,7 +131,6 @@ class OSS(DividedOptimizer):
         check_params_and_class(type(self).__name__, params, optim)
         if isinstance(group, float | str):
             raise TypeError(f"group must be a process group, got {group!r}. Give lr by name.")
-        flag("broadcast_fp16", broadcast_fp16)  # catches arguments in the wrong order
         if bucket_size is None and broadcast_buffer_size > 0:
             bucket_size = broadcast_buffer_size
         if bucket_size is not None:
@@ -158,7 +150,6 @@ class OSS(DividedOptimizer):
             self.global_rank = dist.get_rank()
             if group is None or isinstance(group, dist.ProcessGroup):
                 self.backend = dist.get_backend(group)
-        self.broadcast_fp16 = broadcast_fp16
         self._run = OSSRun()
         # Empty defaults: only `optim` knows which arguments are defaults.
         super().__init__(params, {})
@@ -166,12 +157,7 @@ class OSS(DividedOptimizer):
         if self.world_size > 1:
             options = [{**defaults, **options_of(params)} for params in self.param_groups]
             self.layout = choose_layout(optim, layout, options)
-        self._about = f"layout {self.layout!r}, "
-        even = self.layout == "even"
-        wire = None
-        if broadcast_fp16 and not shared_memory:
-            wire = torch.float16
-        self._shards = Shards(self._workers, even=even, largest=bucket_size, wire=wire)
+        self._shards = Shards(self._workers, even=self.layout == "even", largest=bucket_size)
         self._parallel = ParallelModules(self._shards.params)
         self._lay_out_all(bucket_size, gather_state)
         self._roll_call = None
@@ -183,15 +169,15 @@ class OSS(DividedOptimizer):
             "values of layout": self.layout,
             "values of bucket_size": bucket_size,
             "values of optim": self.optimizer_class.__name__,
-            "values of broadcast_fp16": self.broadcast_fp16,
             "values of gather_state": gather_state,
         }
         # Collectives of different sizes would hang.
         agree(self._workers, {**facts, **facts_of_groups(self.param_groups)}, ADVICE)
         for group in self.param_groups:
             self._shards.extend(group["params"])
-        self._shards.lay_out()
-        self._run.optim = self._make_optim()
+        self._run.trained = self._shards.trained
+        groups = [self._group_of_slices(i) for i in range(len(self.param_groups))]
+        self._run.optim = self._make(groups)
         self._adopt_options()
 
     @YieldingProperty
@@ -225,9 +211,6 @@ class OSS(DividedOptimizer):
         """The process group; None without a process group."""
         return self._group or (dist.group.WORLD if dist.is_available() else None)
 
-    def _make_optim(self) -> Optimizer:
-        return self._make([self._group_of_slices(i) for i in range(len(self.param_groups))])
-
     def _group_of_slices(self, index: int) -> ParamGroup:
         group = self.param_groups[index]
         slices: list[Tensor] = []
@@ -252,43 +235,29 @@ class OSS(DividedOptimizer):
 
     def _take_in_last_group(self) -> None:
         self._shards.extend(self.param_groups[-1]["params"])
-        self._shards.lay_out()
         self.optim.add_param_group(self._group_of_slices(len(self.param_groups) - 1))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
-        self._follow_new_buckets()
+        self._run.trained = self._shards.trained
         self._run.averaged = False  # DDP does not average new parameters
+        if self._run.reducer is not None:
+            self._run.reducer.lay_out_buckets()
 
     def refresh_trainable(self) -> None:
-        """Lay out parameters that were unfrozen. `step` calls this automatically."""
-        if self._shards.missing:
-            trained = [param.requires_grad for param in params_in(self.param_groups)]
+        """Follow parameters that were frozen or unfrozen. `step` calls this automatically."""
+        if self._run.reducer is not None:
+            self._run.reducer.follow_trained()
+            return
+        trained = self._shards.trained
+        if trained != self._run.trained:
             check_same_frozen(self._workers, trained)
-            new = self._shards.lay_out()
-            self._follow_new_buckets()
-            begun = self._make_optim().state  # Adagrad creates state in the constructor
-            pending = self._run.pending_state
-            for owned in new:
-                if owned.param in pending:
-                    param = self._shards.params[owned.param]
-                    part = _state.slice_state(pending[owned.param], owned, param)
-                    self.optim.state[owned.data] = _state.move_state(part, owned.data)
-                elif owned.data in begun:
-                    self.optim.state[owned.data] = begun[owned.data]
-            for owned in new:
-                pending.pop(owned.param, None)
+            self._run.trained = trained
             self._run.averaged = False  # DDP does not average unfrozen parameters
 
     def _follow_moved(self) -> None:
         if self._shards.moved:
-            follow_moved(self.optim, self._shards)
-            self._follow_new_buckets()
-
-    def _follow_new_buckets(self) -> None:
-        for index, group in enumerate(self.optim.param_groups):
-            group["params"] = self._group_of_slices(index)["params"]
-        if self._run.reducer is not None:
-            # Gradient buckets match the parameters' buckets.
-            self._run.reducer.lay_out_buckets()
+            self._shards.rebuild_buffers()
+            if self._run.reducer is not None:
+                self._run.reducer.lay_out_buckets()
 
     def partition_parameters(self) -> list[list[ParamGroup]]:
         """Return each rank's parameter groups, with owned tensors only."""
@@ -301,20 +270,6 @@ class OSS(DividedOptimizer):
                 groups.append({**options_of(group), "params": held})
             by_rank.append(groups)
         return by_rank
-
-    def _resize_buckets(self, elements: int) -> None:
-        """Rebuild the buckets. Only before the first step."""
-        if elements == self._shards.largest or self._workers.size == 1:
-            return
-        if self._run.begun:
-            raise ValueError(
-                "the optimizer already has state. Pass bucket_size to OSS, or wrap the model "
-                "before the first step."
-            )
-        self._shards.largest = elements
-        self._shards.release()
-        self._shards.lay_out()
-        self._run.optim = self._make_optim()
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -369,10 +324,9 @@ class OSS(DividedOptimizer):
             self._run.reducer.forget(self._shards)
 
     def prepare(self) -> None:
-        """Follow parameters that were unfrozen, moved or overwritten. Call it on every rank."""
+        """Follow parameters that were unfrozen or moved. Call it on every rank."""
         self.refresh_trainable()
         self._follow_moved()
-        self._shards.take_changes()
 
     def clip_grad_norm(
         self,
@@ -408,9 +362,7 @@ class OSS(DividedOptimizer):
 
         Call it on every rank. The collected tensors are on the CPU.
         """
-        self._run.consolidated = _state.collect_state(
-            self._shards, self.optim, self._run.pending_state, recipient_rank
-        )
+        self._run.consolidated = _state.collect_state(self._shards, self.optim, recipient_rank)
         self._run.recipient = recipient_rank
 
     def state_dict(self, all_ranks: bool = False) -> StateDict:
@@ -437,9 +389,9 @@ class OSS(DividedOptimizer):
         Each rank copies its shard. The dict is not changed.
         """
         self.prepare()
-        shard, for_later = _state.cut_state_dict(state_dict, self.param_groups, self._shards)
+        shard = _state.cut_state_dict(state_dict, self.param_groups, self._shards)
         begun = self._run.begun or bool(state_dict["state"])
-        self.load_parts(shard, for_later, state_dict["param_groups"])
+        self.load_parts(shard, {}, state_dict["param_groups"])
         self._run.begun = begun
 
     # For checkpoints and scaling: see `_optimizers/state_parts.py`.
@@ -447,7 +399,7 @@ class OSS(DividedOptimizer):
     def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
         """Return this rank's state by parameter, and the state dict of `optim`."""
         packed = self.optim.state_dict()
-        parts = _state.slice_parts(packed, self.param_groups, self._shards, self._run.pending_state)
+        parts = _state.slice_parts(packed, self.param_groups, self._shards)
         return [part for part in parts if include_empty or not part.empty], packed
 
     def load_parts(
@@ -459,7 +411,6 @@ class OSS(DividedOptimizer):
         """Load this rank's shard, in the format of the state dict of `optim`."""
         self.optim.load_state_dict(packed)
         self._run.begin()
-        self._run.pending_state = for_later
         _state.restore_options(groups, self.param_groups)
 
     def replicate_state(self, names: Sequence[str]) -> _state.ReplicatedOSSState:

@@ -3,8 +3,6 @@
 Elementwise optimizers (`_optimizers/optimizers.py`) allow cuts anywhere in a parameter. For a class
 that is not torch's, the default is uncut parameters. If the user asks for cuts, a few steps on toy
 parameters must give equal results with and without cuts.
-
-Optimizer state moves with a slice to new memory.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from manyhands._arguments import one_of
 from manyhands._optimizers.optimizers import can_be_divided, may_be_cut, traits_of
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
-from manyhands.sharding.zero._state import move_state
 
 TURNS = 4  # parts of a step, to send buckets during the next part
 
@@ -48,15 +45,6 @@ def _turns(optim: Optimizer, shards: Shards) -> list[list[FlatBucket]]:
         return [buckets]
     size = max(-(-len(buckets) // TURNS), 1)
     return [buckets[i : i + size] for i in range(0, len(buckets), size)]
-
-
-def follow_moved(optim: Optimizer, shards: Shards) -> None:
-    before = shards.slices
-    shards.rebuild_buffers()
-    for old_slices, new_slices in zip(before, shards.slices, strict=True):
-        for old, new in zip(old_slices, new_slices, strict=True):
-            if old.data in optim.state:
-                optim.state[new.data] = move_state(optim.state.pop(old.data), new.data, old.data)
 
 
 # -- may parameters be cut? -----------------------------------------------------------------------

@@ -42,11 +42,8 @@ ParamState: TypeAlias = dict[str, Any]
 Groups: TypeAlias = Sequence[dict[str, Any]]
 
 
-def collect_state(
-    shards: Shards, optim: Optimizer, frozen: Mapping[int, ParamState], recipient: int
-) -> dict[int, ParamState] | None:
+def collect_state(shards: Shards, optim: Optimizer, recipient: int) -> dict[int, ParamState] | None:
     """Return the state of every parameter, by index, on the recipient (-1: on every rank)."""
-    # Every rank has the state of `frozen` parameters.
     workers = shards.workers
     if not -1 <= recipient < workers.size:
         raise ValueError(f"recipient_rank must be one of {workers.size} ranks, or -1 for all.")
@@ -59,7 +56,7 @@ def collect_state(
     for slices in shards.slices:
         held += [owned for owned in slices if owned.data in optim.state]
     texts = workers.all_gather_text(run_on_all(workers, partial(_describe, held, optim)))
-    result: dict[Any, ParamState] = {i: copy.deepcopy(s) for i, s in frozen.items()}
+    result: dict[Any, ParamState] = {}
     for rank, text in enumerate(texts):
         for number, (index, start, stop, entries) in enumerate(json.loads(text)):
             state = result.setdefault(index, {})
@@ -152,19 +149,16 @@ def restore_options(saved: Sequence[SavedState], groups: Groups) -> None:
             group["param_names"] = list(loaded["param_names"])
 
 
-def cut_state_dict(
-    state_dict: SavedState, groups: Groups, shards: Shards
-) -> tuple[StateDict, dict[int, ParamState]]:
-    """Return this rank's shard, and the state of parameters without slices.
+def cut_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> StateDict:
+    """Return this rank's shard.
 
     Raise a ValueError on every rank if the dict belongs to different parameters.
     """
     _check_plain_state_dict(state_dict, groups, shards)
     saved = state_dict["state"]
     keys = params_in(state_dict["param_groups"])
-    waiting = {i: copy.deepcopy(saved[keys[i]]) for i in shards.without_slices if keys[i] in saved}
     if shards.workers.size == 1:
-        return copy.deepcopy(dict(state_dict)), waiting
+        return copy.deepcopy(dict(state_dict))
     state: dict[Any, ParamState] = copy.deepcopy(common_state(state_dict))
     inner_groups = []
     count = 0  # the inner optimizer numbers slices, the saved dict parameters
@@ -177,7 +171,7 @@ def cut_state_dict(
                 members.append(count)
                 count += 1
         inner_groups.append({**options_of(given), "params": members})
-    return {"state": state, "param_groups": inner_groups}, waiting
+    return {"state": state, "param_groups": inner_groups}
 
 
 def plain_state_dict(
@@ -241,25 +235,6 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
                 )
 
 
-def move_state(
-    entries: Mapping[str, object], after: Tensor, before: Tensor | None = None
-) -> ParamState:
-    """Return a slice's state with the device and dtype of the moved slice.
-
-    As in torch, entries with a different dtype than `before` are not converted. None converts all
-    entries, for loaded state.
-    """
-    moved = {}
-    for name, value in entries.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            dtype = value.dtype
-            if before is None or dtype == before.dtype:
-                dtype = after.dtype
-            value = value.to(after.device, dtype)
-        moved[name] = value
-    return moved
-
-
 def param_indices(groups: Groups, index: int) -> range:
     first = sum(len(group["params"]) for group in groups[:index])
     return range(first, first + len(groups[index]["params"]))
@@ -268,9 +243,7 @@ def param_indices(groups: Groups, index: int) -> range:
 # -- interface for checkpoints and scaling ---------------------------------------------------------
 
 
-def slice_parts(
-    packed: SavedState, groups: Groups, shards: Shards, frozen: Mapping[int, ParamState]
-) -> Iterator[OptimizerStatePart]:
+def slice_parts(packed: SavedState, groups: Groups, shards: Shards) -> Iterator[OptimizerStatePart]:
     # `packed` is the inner optimizer's state dict.
     for index, packed_group in enumerate(packed["param_groups"]):
         slices: list[ParamSlice] = []
@@ -284,11 +257,7 @@ def slice_parts(
                 index=owned.param,
                 number=number,
                 shard=owned.data,
-                exact=None if owned.rounded is None else owned.data,
             )
-    # Loaded state of frozen parameters, which have no slices yet.
-    for i in shards.without_slices:
-        yield OptimizerStatePart(shards.params[i], frozen.get(i, {}), index=i)
 
 
 class ReplicatedOSSState:
@@ -330,8 +299,9 @@ class ReplicatedOSSState:
         # Start all collectives before waiting.
         works: list[dist.Work] = []
         for number, buffer in enumerate(shards.buffers):
-            for name in self._names:
-                works += self._collect(number, buffer, name, state)
+            if any(shards.params[i] in self.state for i in buffer.layout.starts):
+                for name in self._names:
+                    works += self._collect(number, buffer, name, state)
         for work in works:
             work.wait()
 
@@ -339,12 +309,10 @@ class ReplicatedOSSState:
         self, number: int, buffer: FlatBuffer, name: str, state: Mapping[Tensor, SavedState]
     ) -> list[dist.Work]:
         shards = self._shards
-        like = buffer.data
         works: list[dist.Work] = []
-        data = self._memory.get((number, name))
-        if data is None or (data.device, data.dtype) != (like.device, like.dtype):
-            data = torch.zeros_like(like)
-            self._memory[number, name] = data
+        if (number, name) not in self._memory:
+            self._memory[number, name] = torch.zeros_like(buffer.data)
+        data = self._memory[number, name]
         for bucket in buffer.buckets:
             cuts = bucket.layout.cuts
             start = bucket.layout.start

@@ -333,13 +333,12 @@ def _lay_out(sizes: ModelSizes, workers: int, gloo: bool) -> _Buckets:
     """Put parameters into buckets, like `OSS` (_flat_params.py)."""
     layout = _Buckets([0] * workers, _bytes_of(sizes.others))
     for optimizer in sizes.optimizers:
-        kinds: dict[Hashable, list[tuple[int, int]]] = {}  # (index, elements) of the parameters
+        # (index, elements) of the parameters
+        kinds: dict[tuple[Hashable, bool], list[tuple[int, int]]] = {}
         for i, param in reversed(list(enumerate(optimizer.params))):
-            if not param.trained:
-                layout.parameters += param.bytes
-            elif param.elements:
-                kinds.setdefault(param.kind, []).append((i, param.elements))
-        for indices in kinds.values():
+            if param.elements:
+                kinds.setdefault((param.kind, param.trained), []).append((i, param.elements))
+        for (_, trained), indices in kinds.items():
             elements = sum([count for _, count in indices])
             largest = _layout.bucket_size(workers, elements)
             if optimizer.elementwise:
@@ -347,6 +346,9 @@ def _lay_out(sizes: ModelSizes, workers: int, gloo: bool) -> _Buckets:
             else:
                 buffers = _layout.whole_layout(indices, workers, largest, [0] * workers)
             for buffer in buffers:
+                if not trained:
+                    layout.parameters += buffer.size * optimizer.params[indices[0][0]].itemsize
+                    continue
                 for bucket in buffer.buckets:
                     _add_bucket(layout, optimizer, bucket, gloo)
     return layout
