@@ -25,7 +25,6 @@ from manyhands.blocks.crew._store import (
     connect_to_store,
 )
 from manyhands.errors import StoreLost
-from test_run_command import Command, free_port
 
 OTHER = "a secret that is not the run's"
 REPAIR_DELAY = _store.REPAIR_DELAY
@@ -317,45 +316,6 @@ def test_a_crew_goes_on_whatever_a_stranger_writes(store, tmp_path, monkeypatch)
         workers.agreed()
         done = [workers.events(number, "done")[-1]["version"] for number in range(3)]
         assert done == [400] * 3
-
-
-RUN = """
-    import os, time
-    from manyhands.blocks.crew._crew import Crew
-    from manyhands.blocks.crew._roster import Version
-    crew = Crew()
-    crew.join()
-    print("in", flush=True)
-    for _ in range(10**9):
-        if os.path.exists("enough"):
-            break
-        time.sleep(0.02)
-        crew.settle(True)
-        if crew.regroup_due:
-            crew.regroup(Version(1))
-    crew.leave()
-    print("done", crew.ignored, flush=True)
-"""
-
-
-@pytest.mark.long
-def test_one_write_to_the_roster_does_not_end_a_run(tmp_path):
-    address = f"127.0.0.1:{free_port()}"
-    with Command(tmp_path, RUN, "--workers", "2", "--listen", address) as command:
-        command.until(r"\[0\] in")
-        command.until(r"\[1\] in")
-        stranger = connect_to_store(address)
-        forged = forged_rosters()
-        for name in ("a finished run, not signed", "a finished run, signed by a stranger"):
-            stranger.set(ROSTER, forged[name])
-            until = time.monotonic() + 15
-            while stranger.get(ROSTER).decode() == forged[name]:
-                assert time.monotonic() < until, command.said()
-                time.sleep(0.05)
-        (tmp_path / "enough").touch()
-        assert command.wait(30) == 0
-    assert command.out.read_text().count("done") == 2
-    assert "value(s) in the store were ignored here" in command.err.read_text()
 
 
 def test_a_worker_with_another_secret_gets_an_error_and_changes_nothing(store, monkeypatch):

@@ -146,7 +146,7 @@ def test_members_ask_for_each_other_but_not_for_those_that_are_gone(monkeypatch)
         client = StoreClient(store.address, 1.0, Signer(SECRET))
         shared = SharedRoster(client, HeartbeatMonitor(5.0))
         shared.change(lambda _: crew_of(5, run=shared.roster.run).without("4.1"))
-        newer = Member("2.1", far, cut_from=("4.1",))
+        newer = Member("2.1", Version(10))
         shared.change(lambda roster: roster.ask_to_join(newer))
         for number in (1, 2, 4):
             client.append("manyhands/asks/1", Roster(waiting=(Member(f"{number}.1", far),)).text)
@@ -156,7 +156,7 @@ def test_members_ask_for_each_other_but_not_for_those_that_are_gone(monkeypatch)
         assert shared.roster.ended
         assert {m.id for m in shared.roster.waiting} == {"0.1", "1.1", "2.1"}
         assert newer in shared.roster.waiting  # not its line, which may be older
-        again = Member("0.1", far, cut_from=("1.1",))
+        again = Member("0.1", Version(10))
         shared.ask_to_join(again)
         assert again in shared.roster.waiting
         assert random.getstate() == drawn  # a script's batches may depend on it

@@ -42,7 +42,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -167,35 +166,27 @@ class Crew:
                 "Remove quorum."
             )
         self.regroup_due = False
-        self._membership = Membership()
+        # The numbers of the workers in rank order; `source` sends state to `joiners` (ranks).
+        self._set_members(0, ())
         self._round = 0  # index of the current round of this generation
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
         self._transport: GlooTransport | None = None
         if self.store:
             self._connection = StoreConnection(self.store, Signer.from_environment(secret))
 
-    @property
-    def generation(self) -> int:
-        return self._membership.generation
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The numbers of the workers, in rank order."""
-        return self._membership.members
-
-    @property
-    def rank(self) -> int:
-        return self._membership.rank
-
-    @property
-    def source(self) -> int:
-        """The rank that sends state to joiners."""
-        return self._membership.source
-
-    @property
-    def joiners(self) -> tuple[int, ...]:
-        """The ranks that need the state."""
-        return self._membership.joiners
+    def _set_members(
+        self,
+        generation: int,
+        members: tuple[int, ...],
+        rank: int = 0,
+        source: int = 0,
+        joiners: tuple[int, ...] = (),
+    ) -> None:
+        self.generation = generation
+        self.members = members
+        self.rank = rank
+        self.source = source
+        self.joiners = joiners
 
     @property
     def size(self) -> int:
@@ -301,7 +292,7 @@ class Crew:
                     raise
                 time.sleep(1.0)  # without a route, connecting fails immediately
         # No generation contains the new id. A restarted store counts generations from 1.
-        self._membership = Membership()
+        self._set_members(0, ())
 
     def leave(self) -> None:
         """Leave because this worker is done. Other members continue without waiting.
@@ -327,7 +318,7 @@ class Crew:
     def _depart(self, left: bool = False) -> None:
         enrollment = self._enrollment
         self._enrollment = None
-        self._membership = replace(self._membership, members=())  # the rank decides who saves
+        self.members = ()  # but not the rank, which decides who saves
         atexit.unregister(self._depart)
         if enrollment is None or enrollment.process != os.getpid():
             return
@@ -522,7 +513,7 @@ class Crew:
     # -- from one generation to the next -------------------------------------------------------
 
     def _begin_alone(self) -> None:
-        self._membership = Membership(self.generation + 1, (self.number,))
+        self._set_members(self.generation + 1, (self.number,))
         self.regroup_due = False
 
     def _enter(self, version: Version) -> None:
@@ -536,9 +527,7 @@ class Crew:
             roster = enrollment.wait_for_generation(version, self.generation, longest_wait)
             members = roster.workers
             rank = members.index(self.number)
-            self._membership = Membership(
-                roster.generation, members, rank, roster.source, roster.joiners
-            )
+            self._set_members(roster.generation, members, rank, roster.source, roster.joiners)
             self._round = 0
             self.regroup_due = False
             if roster.all_lost:
@@ -577,15 +566,6 @@ class Crew:
             self._disconnect()
         self._connection.count_failure(connected, transport.error, self.number)
         return connected
-
-
-@dataclass(frozen=True)
-class Membership:
-    generation: int = 0
-    members: tuple[int, ...] = ()
-    rank: int = 0
-    source: int = 0
-    joiners: tuple[int, ...] = ()
 
 
 class GlooTransport:

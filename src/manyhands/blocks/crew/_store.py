@@ -29,8 +29,6 @@ All keys start with "manyhands/":
     asks/G            requests of members of generation G to join the next generation, one per line
     arrived/G/ID      the latest round of generation G at which this member has arrived
     facts/P           the facts that inner rank P of all workers shares (_enrollment.py)
-    door/ID           the address for reachability tests (_enrollment.py), with a quorum
-    environment/N     variables changed by the script of process number N (_fork_server.py)
     expected          number of workers for the first round
     group/G/P/...     addresses of the gloo group of inner rank P in generation G
 
