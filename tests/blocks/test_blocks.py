@@ -494,29 +494,6 @@ def test_a_resume_with_more_workers():
         assert torch.equal(memory, saved["optimizer"]["blocks"]["memories"][0][0])
 
 
-def test_a_resume_with_other_options_names_them():
-    def other():
-        params = parameters()
-        state = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4, codec="int8").state_dict()
-        changed = wrapped("DiLoCo", params, {"lr": 0.5, "momentum": 0.9}, 8, codec="int8")
-
-        def all_but_the_time():
-            state = copy.deepcopy(changed.state_dict())
-            del state["blocks"]["clock"]
-            return str(state)
-
-        before = all_but_the_time()
-        try:
-            changed.load_state_dict(state)
-        finally:
-            assert before == all_but_the_time()
-
-    (message, _) = raises_on_ranks(
-        2, ValueError, other, match="other options: outer_lr: saved 0.7, now 0.5"
-    )
-    assert "every: saved 4, now 8" in message and "codec" not in message
-
-
 def test_a_state_of_the_bare_optimizer_begins_at_the_parameters_that_are():
     def blocks():
         params = parameters()

@@ -136,20 +136,3 @@ def test_a_worker_that_is_excluded_takes_the_anchor():
 
     (_, anchor), (excluded, _) = run_ranks(2, run)
     assert torch.equal(excluded, anchor) and anchor.isfinite().all()
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.5, "0.5", float("nan")])
-def test_a_weight_outside_of_0_to_1_is_refused(value):
-    param = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"mix must be a finite number at least 0 and at most 1"):
-        mh.DiLoCo(torch.optim.SGD([param], lr=0.1), mix=value)
-
-
-def test_a_state_of_another_mix_is_refused():
-    param = nn.Parameter(torch.zeros(3))
-
-    def make(mix):
-        return mh.DiLoCo(torch.optim.SGD([param], lr=0.1), mix=mix)
-
-    with pytest.raises(ValueError, match=r"mix: saved 0\.5, now None"):
-        make(None).load_state_dict(make(0.5).state_dict())

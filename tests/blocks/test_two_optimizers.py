@@ -309,38 +309,6 @@ def test_a_list_has_what_trainers_set_and_hook():
 # -- one list: saved, and continued ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"every": 4}, {"every": 4, "overlap": 2, "codec": "int8"}])
-def test_a_run_that_is_continued_in_mid_block_is_bitwise_the_same(options, tmp_path):
-    def learn_on(stop, steps):
-        model = Model()
-        optimizer = mh.DiLoCo(inner_optimizers(model), **OUTER, **options)
-        scheduler = LambdaLR(optimizer.optimizer.optimizers[0], lambda n: 1 / (1 + n))
-        if stop == 0:
-            file = tmp_path / f"{dist.get_rank()}.pt"
-            saved = torch.load(file, weights_only=True)
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            scheduler.load_state_dict(saved["scheduler"])
-        begun = optimizer.steps
-        for step in range(begun + 1, steps + 1):
-            step_alone(model, [optimizer], dist.get_rank(), step)
-            scheduler.step()
-            if step == stop:
-                states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-                states = {name: each.state_dict() for name, each in states.items()}
-                torch.save(states, tmp_path / f"{dist.get_rank()}.pt")
-        return begun, flat_of(model), drift_of(optimizer.snapshot())
-
-    for stop in (3, 6):
-        whole = run_ranks(2, learn_on, stop, 11)
-        for (_, ours, drift), (begun, again, same) in zip(
-            whole, run_ranks(2, learn_on, 0, 11), strict=True
-        ):
-            assert begun == stop
-            assert torch.equal(ours, again)
-            assert drift == same
-
-
 def test_a_checkpoint_is_continued_bitwise_and_knows_the_drift(tmp_path):
     def learn_on(begin, end):
         model = Model()
