@@ -19,7 +19,7 @@ from helpers.crew_workers import SECRET, Store, Workers
 from manyhands._ranks import groups
 from manyhands._ranks.ranks import RankGroup
 from manyhands.blocks.averaging._round import BackgroundSync
-from manyhands.blocks.crew import _crew, _enrollment, _store
+from manyhands.blocks.crew import _enrollment, _store, _transport
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Version
 from manyhands.blocks.crew._store import Signer
@@ -365,14 +365,14 @@ def test_an_interface_that_this_host_lacks_is_refused_before_the_others_notice(m
 
 def test_members_that_never_connect_say_why(store, monkeypatch, caplog):
     """As behind a firewall: all are alive, and the next generation fails like the last one."""
-    failures, make = iter(range(40)), _crew.make_gloo
+    failures, make = iter(range(40)), _transport.make_gloo
 
     def make_gloo(*args):
         if next(failures, None) is not None:
             raise RuntimeError("connection refused by the firewall")
         return make(*args)
 
-    monkeypatch.setattr(_crew, "make_gloo", make_gloo)
+    monkeypatch.setattr(_transport, "make_gloo", make_gloo)
     crews = [Crew(store.address, number=n, expected=2, secret=SECRET) for n in range(2)]
     with ThreadPoolExecutor() as threads:
         list(threads.map(Crew.join, crews))
@@ -383,9 +383,9 @@ def test_members_that_never_connect_say_why(store, monkeypatch, caplog):
 
 
 def test_what_waits_in_a_group_ends_when_one_gives_it_up(store):
-    connections = [_store.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
+    connections = [_transport.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
     transports = [
-        _crew.GlooTransport(connections[rank], "given up", rank, 2, timeout=30.0)
+        _transport.GlooTransport(connections[rank], "given up", rank, 2, timeout=30.0)
         for rank in range(2)
     ]
     assert all(transport.wait(40.0) and transport.group is not None for transport in transports)
@@ -406,15 +406,15 @@ def test_what_waits_in_a_group_ends_when_one_gives_it_up(store):
 def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store, monkeypatch):
     """Its destructor waits for its threads, and one of those until the timeout, here 8 s."""
     before = threading.enumerate()
-    connections = [_store.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
+    connections = [_transport.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
     transports = [
-        _crew.GlooTransport(connections[rank], "forgotten", rank, 2, timeout=8.0)
+        _transport.GlooTransport(connections[rank], "forgotten", rank, 2, timeout=8.0)
         for rank in range(2)
     ]
     assert all(transport.wait(40.0) and transport.group is not None for transport in transports)
     work = transports[0].group.allreduce([torch.ones(3)])
     with monkeypatch.context() as patch:  # so that nothing ends it
-        patch.setattr(_crew, "shut_connections", lambda epolls: set())
+        patch.setattr(_transport, "shut_connections", lambda epolls: set())
         patch.setattr(groups, "shut_connections", lambda epolls: set())
         began = time.monotonic()
         transports[0].release()
@@ -427,25 +427,6 @@ def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store, monk
     while any(t.name == "manyhands end" and t not in before for t in threading.enumerate()):
         assert time.monotonic() < until
         time.sleep(0.05)
-
-
-def test_a_group_that_ends_when_python_goes_is_left_to_the_system(store, monkeypatch):
-    """From Python 3.12 on no thread is started then."""
-
-    def refused(_):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    transport = _crew.GlooTransport(
-        _store.StoreConnection(store.address, Signer(SECRET)), "left", 0, 1, timeout=2.0
-    )
-    assert transport.wait(40.0)
-    group = transport.group
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        transport.release()
-    assert transport.group is None
-    gc.collect()
-    assert sys.getrefcount(group) >= 3  # ours, the call's, and one that keeps it alive
 
 
 def test_a_round_that_failed_holds_no_group():

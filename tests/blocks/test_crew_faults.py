@@ -18,7 +18,7 @@ from helpers.crew_workers import Store, Workers, limit
 from helpers.link import Link
 from manyhands.blocks import _sync
 from manyhands.blocks.averaging import _chunks, _round
-from manyhands.blocks.crew import _crew, _roster, _store
+from manyhands.blocks.crew import _crew, _roster, _shared_roster, _store
 
 SIZE = 200_000  # four chunks, as `small_chunks` has them
 
@@ -148,7 +148,7 @@ OPTIONS = [
 def test_killed_at_any_moment_in_a_crew_of_hundreds_no_two_ever_differ(
     store, tmp_path, monkeypatch
 ):
-    for module in (_crew, _roster, _store):
+    for module in (_crew, _roster, _shared_roster):
         monkeypatch.setattr(module, "WATCHED", 1)
     test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, mh.DiLoCo, {"every": 6})
 
@@ -171,28 +171,6 @@ def test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, make, options)
         assert len({e["state"] for e in done}) == 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("watched", [64, 1])  # 1: as a crew of hundreds
-def test_a_stopped_worker_is_done_without_and_comes_back(store, tmp_path, monkeypatch, watched):
-    for module in (_crew, _roster, _store):
-        monkeypatch.setattr(module, "WATCHED", watched)
-    with BlockWorkers(store, tmp_path, expected=3, stall=0.6) as workers:
-        workers.start(range(3), None, {"every": 5}, pause=0.005)
-        workers.wait_for_rounds(1, 4)
-        workers.stop(1)
-        stopped = time.monotonic()
-        workers.until(lambda: workers.last(0, "round", "workers") == 2)
-        assert time.monotonic() - stopped < 0.6 + 4.0
-        before = len(workers.events(0, "round"))
-        workers.until(lambda: len(workers.events(0, "round")) > before + 3)
-        workers.wake(1)
-        workers.until(lambda: (workers.last(1, "round", "time") or 0.0) > stopped + 0.6)
-        steps = workers.finish_together(100)
-        workers.one_state_after_each_round()
-        done = [workers.events(number, "done")[-1] for number in range(3)]
-        assert {e["value"] for e in done} == {-steps} and {e["workers"] for e in done} == {3}
-
-
 def test_a_worker_that_stops_in_the_last_block_is_left_behind_by_all_others_together(
     store, tmp_path
 ):
@@ -201,7 +179,7 @@ def test_a_worker_that_stops_in_the_last_block_is_left_behind_by_all_others_toge
     def harm(number):
         if number:
             silent = property(lambda self: self.silent_for(3 * self.stall))
-            _store.HeartbeatMonitor.silent = silent
+            _shared_roster.HeartbeatMonitor.silent = silent
         step = mh.LocalSGD.step
 
         def stops(self):

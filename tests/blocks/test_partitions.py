@@ -17,7 +17,7 @@ from helpers.crew_workers import SECRET, Store
 from helpers.data_workers import DataWorkers
 from helpers.networks import Networks, NoNetworks
 from helpers.run_command import Command
-from manyhands.blocks.crew import _crew, _roster, _store
+from manyhands.blocks.crew import _crew, _roster, _shared_roster, _store
 from manyhands.blocks.crew._store import TCP_RTO_MAX_MS
 
 pytestmark = pytest.mark.long
@@ -51,7 +51,7 @@ def networks(monkeypatch):
 def test_the_half_with_the_quorum_goes_on_and_the_other_comes_back(
     networks, tmp_path, monkeypatch, cut, mend, make, watched
 ):
-    for module in (_crew, _roster, _store):  # 1: as a crew of hundreds
+    for module in (_crew, _roster, _shared_roster):  # 1: as a crew of hundreds
         monkeypatch.setattr(module, "WATCHED", watched)
     options = {"make": make, "every": OWN, "pause": 0.005}
     with (

@@ -15,7 +15,8 @@ from helpers.run_command import Command, alive, gone
 from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _launcher, _link, _store
 from manyhands.blocks.crew._roster import Member, Version
-from manyhands.blocks.crew._store import SharedRoster, Signer, StoreClient
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import Signer, StoreClient
 
 
 def free_port():
@@ -292,6 +293,15 @@ def test_hosts_need_a_secret_that_both_know(tmp_path, monkeypatch):
         with Command(tmp_path, script, "--workers", "1", *options, name="hosts") as command:
             assert command.wait() == 2
         assert "Set MANYHANDS_SECRET on each host" in command.err.read_text()
+
+
+def test_a_second_store_at_the_same_address_is_an_error_with_the_remedy(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with Command(tmp_path, "pass", "--workers", "1", "--listen", address) as command:
+            assert command.wait(30) == 2
+    assert f"another program listens at {address}" in command.said()
+    assert "--listen another port" in command.said()
 
 
 def test_errors_after_the_first_round_are_tried_again_so_many_times(tmp_path):

@@ -34,12 +34,8 @@ from torch import Tensor, nn
 from manyhands._ranks.agreement import describe_tensors, names_in
 from manyhands._ranks.ranks import RankGroup
 from manyhands.blocks.crew._roster import Member, Roster, Version, number_of
-from manyhands.blocks.crew._store import (
-    FIRST_PAUSE,
-    PREFIX,
-    SharedRoster,
-    next_pause,
-)
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import FIRST_PAUSE, PREFIX, next_pause
 from manyhands.errors import CrewFinished, JoinRefused, StoreLost
 
 START_PATIENCE = 30.0  # seconds that the first workers wait for the expected number of workers

@@ -49,13 +49,8 @@ from manyhands.blocks.crew._processes import (
     say,
 )
 from manyhands.blocks.crew._roster import Roster
-from manyhands.blocks.crew._store import (
-    SECRET_VARIABLE,
-    SharedRoster,
-    Signer,
-    parse_address,
-    serve_store,
-)
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import SECRET_VARIABLE, Signer, parse_address, serve_store
 
 STOP_GRACE = 30.0  # seconds from SIGTERM to SIGKILL, for ending a step and saving
 ERROR_GRACE = 5.0  # seconds from SIGTERM to SIGKILL after an error, without saving

@@ -26,13 +26,8 @@ from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _store
 from manyhands.blocks.crew._processes import say
 from manyhands.blocks.crew._roster import Roster, number_of
-from manyhands.blocks.crew._store import (
-    PREFIX,
-    SharedRoster,
-    Signer,
-    StoreClient,
-    parse_address,
-)
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import PREFIX, Signer, StoreClient, parse_address
 from manyhands.errors import StoreLost
 
 STOPPED_LIMIT = 60.0  # seconds of silence after which a worker is killed
