@@ -173,21 +173,6 @@ def drift_of(seen):
     return [seen[field] for field in ("distance", "spread", "cosine")]
 
 
-def test_the_parameters_of_one_of_them_may_be_frozen_for_a_while():
-    def train_in_turns():
-        model = Model()
-        optimizer = mh.DiLoCo(inner_optimizers(model), every=3)
-        for step in range(1, 10):
-            for param in rest(model):
-                param.requires_grad_(step > 4)
-            step_alone(model, [optimizer], dist.get_rank(), step)
-        return flat_of(model), drift_of(optimizer.snapshot())
-
-    (first, drift), (second, same) = run_ranks(2, train_in_turns)
-    assert torch.equal(first, second)
-    assert drift == same and drift[0] > 0
-
-
 @pytest.mark.parametrize("state", ["average", "reset"])
 def test_the_state_of_all_of_them_is_averaged_or_reset(state):
     """Adagrad has some before its first step, to which it goes back."""

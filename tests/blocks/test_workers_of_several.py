@@ -4,9 +4,6 @@ A worker goes down a slope of 1, which its two processes see as the mean of 0.5 
 steps all parameters are -n, or work is lost.
 """
 
-import os
-import random
-import signal
 import time
 
 import pytest
@@ -111,16 +108,6 @@ class PairedWorkers(Workers):
     def wait_for_rounds(self, number, rounds):
         self.until(lambda: len(self.events(number, "round")) >= rounds)
 
-    def restart(self, worker, steps, options, report):
-        """As a launcher does when one of its processes has died."""
-        for part in range(PARTS):
-            number = PARTS * worker + part
-            if number in self.pids:
-                self.kill(number, report)
-            elif report:
-                self.shared.report_end(number)
-        self.start([worker], steps, options)
-
 
 def train(crew, log, steps, part, options):
     model = nn.Linear(100, 1, bias=False)
@@ -189,29 +176,6 @@ def test_a_pair_that_loses_a_process_ends_and_comes_back_as_one(store, tmp_path)
         steps = workers.finish_together(100)
         check(workers, 3, steps)
         assert workers.events(0, "done")[-1]["workers"] == 3
-
-
-@pytest.mark.long
-def test_pairs_killed_at_any_moment_never_differ(store, tmp_path):
-    with PairedWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
-        dice = random.Random(5)
-        options = {"every": 6, "codec": "int8"}
-        workers.start(range(3), None, options)
-        workers.wait_for_rounds(0, 1)
-        for _ in range(4):
-            time.sleep(0.1 + 0.3 * dice.random())
-            victim = dice.choice(workers.present(2 * PARTS))
-            os.kill(workers.pids[victim], signal.SIGKILL)
-            time.sleep(0.2 * dice.random())
-            workers.restart(victim // PARTS, None, options, report=dice.random() < 0.7)
-        workers.finish_together(100)
-        states = {}
-        for number in range(PARTS * 3):
-            for e in workers.events(number, "round"):
-                place = (number % PARTS, e["rounds"])
-                assert states.setdefault(place, e["state"]) == e["state"]
-        done = [workers.events(number, "done")[-1] for number in range(PARTS * 3)]
-        assert len({str(e["values"]) for e in done}) == 1
 
 
 def test_a_worker_of_another_size_is_an_error(store, tmp_path):
