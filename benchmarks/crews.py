@@ -29,10 +29,11 @@ import pages
 from torch.distributed import HashStore
 
 from manyhands._ranks.message_box import HeartbeatMonitor
-from manyhands.blocks.crew import _crew, _enrollment, _store
+from manyhands.blocks.crew import _crew, _enrollment, _shared_roster, _store
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Member, Roster, Version
-from manyhands.blocks.crew._store import SharedRoster, Signer, StoreClient
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import Signer, StoreClient
 from manyhands.errors import WorkerLost
 
 BLOCK = 30.0  # seconds, as all below
@@ -268,7 +269,7 @@ def simulate(size: int) -> dict[str, Any]:
     """Let a crew begin, and then let a worker die and another come every second, at random."""
     world = World(size)
     clock = world.clock
-    for module in (_crew, _enrollment, _store):
+    for module in (_crew, _enrollment, _shared_roster, _store):
         put(module, time=clock)
     put(Crew, _connect=lambda own: world.connect(own))
     for number in range(size):
@@ -355,7 +356,7 @@ def patch() -> None:
 
     put(Roster, of=lambda text: charge(parse(text)), report=noted)
     put(SharedRoster, _sign=lambda shared, roster: write(shared, charge(roster)))
-    for name in ("ids", "everyone", "gone", "here", "workers", "source", "joiners", "admissible"):
+    for name in ("ids", "everyone", "gone", "here", "workers", "source", "joiners"):
         setattr(Roster, name, property(remember(getattr(Roster, name).fget)))
     for name in ("complete", "absent", "watched_by"):
         setattr(Roster, name, remember(getattr(Roster, name)))
@@ -364,7 +365,7 @@ def patch() -> None:
     put(Signer, sign=lambda self, key, text: "0" * length + text)
     put(Signer, verify=lambda self, key, value: value[length:].decode())
     put(_crew, StoreClient=Client)
-    put(_store, threading=SimpleNamespace(RLock=Lock))
+    put(_shared_roster, threading=SimpleNamespace(RLock=Lock))
     idle = SimpleNamespace(ident=1, is_alive=lambda: False)  # `World.watch` stands in for it
     threads = SimpleNamespace(Event=threading.Event, Thread=lambda **_: idle)
     put(_enrollment, threading=threads)

@@ -113,18 +113,6 @@ def test_rules_and_the_noise_scale_refuse_it_as_well(make, mistake):
     raises_on_ranks(2, ValueError, wrap, match=rf"first that differs is {where}: rank|number of")
 
 
-def test_a_group_of_parameters_that_differs_is_not_added():
-    def blocks():
-        optimizer = mh.LocalSGD(SGD([nn.Parameter(torch.ones(2))], lr=0.1))
-        dtype = torch.float64 if dist.get_rank() else torch.float32
-        try:
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=dtype))]})
-        finally:
-            assert len(optimizer.param_groups) == 1
-
-    raises_on_ranks(2, ValueError, blocks, match="parameter 1: rank 0: .* float32")
-
-
 def test_what_differs_and_does_no_harm_is_no_error():
     """Strides of a dimension of one element, and names of which those of the other know nothing."""
 

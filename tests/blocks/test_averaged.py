@@ -1,6 +1,5 @@
 """Blocks around a model whose gradients are averaged already: said when made, or after a block."""
 
-import gc
 import warnings
 
 import pytest
@@ -83,40 +82,14 @@ def test_workers_that_go_their_own_ways_are_no_cause_for_a_warning(codec):
     assert run_ranks(2, blocks) == [[], []]
 
 
-def test_ddp_around_the_parameters_is_seen_when_the_optimizer_is_made():
-    def blocks():
-        model = nn.Linear(6, 5)
-        ddp = DistributedDataParallel(model)
-        found = warnings_of(lambda: mh.LocalSGD(SGD(model.parameters(), lr=0.1)))
-        sharded_model = nn.Linear(6, 5)
-        oss = mh.OSS(sharded_model.parameters(), optim=SGD, lr=0.1)
-        sharded = mh.ShardedDataParallel(sharded_model, oss)
-        found += warnings_of(lambda: mh.LocalSGD(SGD(sharded_model.parameters(), lr=0.1)))
-        gone = nn.Linear(6, 5)
-        gc.disable()  # it is in a cycle with itself
-        wrapped = DistributedDataParallel(gone)
-        del wrapped
-        assert warnings_of(lambda: mh.LocalSGD(SGD(gone.parameters(), lr=0.1))) == []
-        del ddp, sharded
-        return found
-
-    for first, second in run_ranks(2, blocks):
-        assert "are in a DistributedDataParallel that averages" in first
-        assert "are in a ShardedDataParallel that averages" in second
-        assert "inner_group=" in first
-
-
-@pytest.mark.parametrize("how", ["model", "oss", "rule"])
+@pytest.mark.parametrize("how", ["oss", "rule"])
 def test_what_is_certain_is_an_error(how):
     def blocks():
         model = nn.Linear(6, 5)
-        if how == "model":
-            mh.LocalSGD(SGD(model.parameters(), lr=0.1), model=DistributedDataParallel(model))
         inner = mh.OSS(model.parameters(), optim=SGD, lr=0.1)
         mh.LocalSGD(mh.LinearScale(inner) if how == "rule" else inner)
 
-    match = "model= is in DistributedDataParallel" if how == "model" else "OSS shards its updates"
-    raises_on_ranks(2, ValueError, blocks, match=match)
+    raises_on_ranks(2, ValueError, blocks, match="OSS shards its updates")
 
 
 def test_inside_of_each_inner_group_gradients_are_averaged():

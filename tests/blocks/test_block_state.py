@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from manyhands.blocks._block_state import BlockState
 from manyhands.blocks.averaging._payload import NO_WORK, Work
-from manyhands.blocks.crew._roster import NO_VERSION, Version
+from manyhands.blocks.crew._roster import Version
 
 pytestmark = pytest.mark.quick
 
@@ -34,38 +34,6 @@ def flags(state):
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def test_a_block_of_all_fragments_ends_at_the_anchor():
-    state = after(2)
-    assert state.diverged
-    sent = state.send(ALL)
-    assert (sent.in_flight, sent.diverged) == (1, True)
-    merged = sent.commit(complete=True, diverges=False)
-    assert (merged.in_flight, merged.diverged, merged.rounds) == (0, False, 1)
-
-
-def test_after_a_fragment_or_an_overlap_a_worker_is_still_apart():
-    sent = after(2).send(ALL)
-    assert sent.commit(complete=False, diverges=False).diverged
-    assert sent.commit(complete=True, diverges=True).diverged
-
-
-def test_an_undone_round_is_repeated_before_anything_else():
-    undone = after(2).send([1, 2]).undo([1, 2]).regroup()
-    assert (undone.retry, undone.in_flight, undone.diverged) == ((1, 2), 0, True)
-    repeated = undone.send([1, 2])
-    assert (repeated.retry, repeated.in_flight) == ((), 1)
-
-
-def test_a_local_warm_up_has_no_anchor_until_its_last_round():
-    start, middle = after(0, 2, True), after(1, 2, True)
-    assert flags(start) == (False, False, False) and flags(middle) == (False, True, False)
-    assert not start.steps_together
-    end = middle.step()
-    assert start.version == NO_VERSION < middle.version < end.end_warmup().version < Version(0)
-    assert flags(end.end_warmup()) == (False, True, False)
-    assert flags(end.end_warmup().begin_anchor()) == (True, False, True)
-
-
 def test_in_a_shared_warm_up_workers_stay_equal_and_hold_the_state():
     start, middle = after(0, 2), after(1, 2)
     assert flags(start) == flags(middle) == (True, False, False)
@@ -78,51 +46,12 @@ def test_in_a_shared_warm_up_workers_stay_equal_and_hold_the_state():
     assert flags(after(2, 2)) == (True, False, True) and flags(after(3, 2)) == (True, True, True)
 
 
-def test_a_joiner_contributes_from_its_first_step_on():
-    joined = BlockState.begin(2, True).join(7, 1, diverged=True, retry=[0, 1])
-    assert (joined.steps, joined.rounds, joined.has_anchor) == (7, 1, True)
-    assert not joined.contributes and not joined.send([0, 1]).contributes
-    assert joined.send([0, 1]).commit(complete=False, diverges=False).contributes
-    assert replace(joined, retry=()).step().contributes
-    assert not BlockState.begin(9, True).join(7, 0, diverged=True, retry=[]).has_anchor
-
-
 def test_a_joiner_is_a_newcomer_until_it_has_held_a_round():
     joined = BlockState().join(7, 1, diverged=True, retry=[]).step()
     assert joined.version == Version(1, False, 8)
     assert joined.send(ALL).undo(ALL).regroup().newcomer
     held = joined.send(ALL).commit(complete=True, diverges=False)
     assert held.version == Version(2, True, 8) and not joined.load(8, 1).newcomer
-
-
-@pytest.mark.parametrize("local", [False, True])
-def test_one_that_joins_as_a_warm_up_ends_holds_the_round_that_ends_it(local):
-    source = BlockState.begin(2, local).step().step().end_warmup()
-    told = {"diverged": source.diverged, "retry": [], "ends_warmup": source.ends_warmup}
-    joined = BlockState.begin(2, local).join(2, 0, **told)
-    assert joined.ends_warmup and joined.version == source.version
-    assert joined.regroup() == joined  # undone, and repeated
-    begun = joined.begin_anchor()
-    assert flags(begun) == flags(source.begin_anchor()) == (True, False, True)
-    assert begun.step().diverged and not begun.newcomer
-    # One that comes back when the others have held it has nothing left to hold.
-    late = source.join(7, 1, diverged=True, retry=[])
-    assert not late.ends_warmup and flags(late) == (True, True, True)
-    assert not source.load(2, 0).ends_warmup and not source.forget_rounds().ends_warmup
-
-
-def test_a_number_of_steps_that_is_set_never_loses_an_anchor():
-    state = after(3, 2, True)
-    assert state.continue_at(1).has_anchor and not state.continue_at(1).anchor_in_use
-    assert not after(1, 4, True).continue_at(3).has_anchor
-    assert after(1, 4, True).continue_at(4).has_anchor
-
-
-def test_loading_begins_without_rounds_in_flight_and_is_no_joining():
-    state = after(3).send([0]).load(20, 4)
-    assert (state.steps, state.rounds, state.in_flight, state.diverged) == (20, 4, 0, False)
-    joined = BlockState().join(3, 0, diverged=True, retry=[])
-    assert joined.forget_rounds().contributes and joined.load(3, 0, diverged=True).contributes
 
 
 def test_work_is_what_no_kept_round_has_yet():
@@ -154,55 +83,6 @@ def test_steps_that_are_given_up_are_counted_and_those_along_a_mean_are_not():
     assert after(1, 2).join(2, 0, diverged=False, retry=[]).dropped == 0  # in a shared warm-up
     assert after(1, 2, True).join(2, 0, diverged=False, retry=[]).dropped == 1
     assert merged.load(9, 2, own=7, dropped=3).dropped == 3
-
-
-def test_a_block_that_ends_early_counts_to_its_end():
-    state = after(2).end_block(6)
-    assert (state.steps, state.own) == (6, 2)
-    assert state.step(6).steps == 6 and state.step(8).own == 3
-
-
-SENSELESS = {
-    "nothing was sent": lambda: after(2).commit(complete=True, diverges=False),
-    "nothing to undo": lambda: after(2).undo(),
-    "nothing to send": lambda: BlockState().send([0]),
-    "nothing to repeat": lambda: after(2).send(ALL).commit(complete=True, diverges=False).send(ALL),
-    "a step in between": lambda: after(2).send([0]).undo([0]).step(),
-    "another round first": lambda: after(2).send([0]).undo([0]).send([1]),
-    "repeated beside another": lambda: after(2).send([0]).send([1]).undo([0]),
-    "at the anchor, with one in flight": lambda: (
-        after(2).send([0]).send([1]).commit(complete=True, diverges=False)
-    ),
-    "joined in flight": lambda: after(2).send([0]).join(3, 0, diverged=True, retry=[]),
-    "joined for nothing": lambda: BlockState().join(3, 0, diverged=False, retry=[0]),
-    "steps set in flight": lambda: after(2).send([0]).continue_at(9),
-    "back to no anchor": lambda: after(1, 2, True).return_to_anchor(),
-    "back in flight": lambda: after(2).send([0]).return_to_anchor(),
-    "no end of a warm-up": lambda: after(3, 2).end_warmup(),
-    "a warm-up that ends in flight": lambda: replace(
-        after(2, 2).step().send([0]), steps=2
-    ).end_warmup(),
-    "an anchor without the end of a warm-up": lambda: after(2, 2).begin_anchor(),
-    "a step before the anchor": lambda: after(2, 2).end_warmup().step(),
-    "a round before the anchor": lambda: BlockState.begin(1, True).step().end_warmup().send(ALL),
-    "steps set before the anchor": lambda: after(2, 2).end_warmup().continue_at(1),
-    "no anchor to return to": lambda: after(2, 2).end_warmup().return_to_anchor(),
-    "joined at another end": lambda: BlockState.begin(2, False).join(
-        3, 0, diverged=False, retry=[], ends_warmup=True
-    ),
-    "an anchor in flight": lambda: after(2).send([0]).begin_anchor(),
-    "a block that ends before its steps": lambda: after(2).end_block(1),
-    "a block that ends before a repeated round": lambda: after(2).send([0]).undo([0]).end_block(4),
-    "more work merged than done": lambda: (
-        after(2).send([0]).commit(complete=True, diverges=False, work=Work(3))
-    ),
-}
-
-
-@pytest.mark.parametrize("change", SENSELESS.values(), ids=SENSELESS)
-def test_a_change_that_makes_no_sense_raises(change):
-    with pytest.raises(AssertionError, match="BlockState"):
-        change()
 
 
 # -- any sequence of changes -----------------------------------------------------------------------

@@ -80,29 +80,6 @@ def test_a_rate_that_is_a_tensor_stays_one():
     assert optimizer.param_groups[0]["lr"] is inside and inside.item() == pytest.approx(0.05)
 
 
-def test_hooks_are_the_inner_optimizers_and_run_once():
-    params, calls = parameters(), []
-    optimizer = fairseq_bmuf(SGD(params, lr=0.1))
-    for register in (optimizer.register_step_pre_hook, optimizer.optimizer.register_step_pre_hook):
-        register(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    optimizer.register_state_dict_post_hook(lambda *_: calls.append("saved"))
-    put_gradients(params)
-    optimizer.step()
-    optimizer.state_dict()
-    assert calls == ["before", "before", "after", "saved"]
-
-
-def test_zero_grad_takes_the_optimizers_arguments():
-    params = parameters()
-    optimizer = fairseq_bmuf(SGD(params, lr=0.1))
-    put_gradients(params)
-    optimizer.zero_grad(set_to_none=False)
-    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params)
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in params)
-
-
 def test_a_closure_is_called_once_on_each_worker_and_its_loss_is_returned():
     def blocks():
         params, calls = parameters(), []
@@ -314,15 +291,6 @@ def test_a_run_that_grows_or_shrinks_keeps_its_count(first, then, steps):
     assert again["counts"] == [steps, steps + 1]
 
 
-def test_one_worker_that_is_resumed_is_the_run_that_was_not():
-    through = counted(None, 9)[0]
-    resumed = counted(None, 5, counted(None, 4)[0])[0]
-    assert torch.equal(through["params"], resumed["params"])
-    bare = SGD(parameters(), lr=0.3)
-    bare.load_state_dict(resumed["optimizer"])  # and it is still a state dict of that one
-    assert bare.param_groups[0]["lr"] == 0.1
-
-
 # -- averaging and warming up --------------------------------------------------------------------
 
 
@@ -406,42 +374,6 @@ def test_the_end_of_the_warm_up(average_sync):
             assert found["moments"] is None
 
 
-def test_workers_that_began_differently_have_the_first_ones_parameters_at_once():
-    def begin():
-        params = parameters()
-        with torch.no_grad():
-            params[1].fill_(float(dist.get_rank()))
-        fairseq_bmuf(SGD(params, lr=0.1))
-        return params[1].detach()
-
-    for value in run_ranks(2, begin):
-        assert value.tolist() == [0.0] * 5
-
-
-@pytest.mark.filterwarnings("ignore:in the first block all")  # 2 x 0.5 and 1 x 1.0
-def test_a_gradient_scaler_through_the_warm_up_and_a_sync_round():
-    def blocks():
-        rank, param = dist.get_rank(), nn.Parameter(torch.ones(2))
-        optimizer = fairseq_bmuf(
-            SGD([param], lr=0.5), global_sync_iter=2, warmup_iterations=2, block_momentum=0.0
-        )
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for step in range(4):
-            optimizer.zero_grad()
-            factor = float("inf") if rank == 1 and step in (1, 3) else 1.0 + rank
-            scaler.scale((param * factor).sum()).backward()
-            scaler.unscale_(optimizer)
-            optimizer.clip_grad_norm(0)
-            scaler.step(optimizer)
-            scaler.update()
-        return param.detach(), optimizer.get_num_updates(), optimizer.rounds
-
-    for param, count, rounds in run_ranks(2, blocks):
-        assert (count, rounds) == (4, 1)
-        # the first worker's two steps of .5; then two more of it, and one of 1
-        assert param.tolist() == pytest.approx([1 - 2 * 0.5 - (2 * 0.5 + 1.0) / 2] * 2)
-
-
 # -- loading -------------------------------------------------------------------------------------
 
 LOADED = {"global_sync_iter": 4, "warmup_iterations": 2, "block_momentum": 0.5}
@@ -476,54 +408,7 @@ def test_the_options_of_now_override_those_that_were_saved():
     assert optimizer.optimizer_config == now and optimizer.get_lr() == 0.3
 
 
-def test_other_options_that_were_not_meant_are_an_error():
-    def load():
-        state = fairseq_bmuf(SGD(parameters(), lr=0.1), **LOADED).state_dict()
-        fairseq_bmuf(
-            SGD(parameters(), lr=0.1), **{**LOADED, "block_momentum": 0.6}
-        ).load_state_dict(state)
-
-    raises_on_ranks(2, ValueError, load, match="other options: block_momentum: saved 0.5, now 0.6")
-
-
-@pytest.mark.sample("False-1", "False-3", "False-6", "True-3", "True-6")
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("average_sync", [False, True])
-def test_a_resumed_run_goes_on_bit_for_bit(stop, average_sync):
-    """Stopped in the warm-up, at its end, in a block, at a sync round."""
-    options = {**LOADED, "average_sync": average_sync}
-
-    def run(stop):
-        params = parameters()
-        optimizer = fairseq_bmuf(Adam(params, lr=0.1), **options)
-        for step in range(1, 13):
-            put_gradients(params, step)
-            optimizer.step()
-            if step == stop:
-                saved = copy.deepcopy((flat(params), optimizer.state_dict()))
-                params = parameters()
-                optimizer = fairseq_bmuf(Adam(params, lr=0.1), **options)
-                nn.utils.vector_to_parameters(saved[0], params)
-                optimizer.load_state_dict(saved[1])
-        return flat(params), optimizer.rounds
-
-    through, resumed = run_ranks(2, run, None), run_ranks(2, run, stop)
-    for (expected, rounds), (found, again) in zip(through, resumed, strict=True):
-        assert torch.equal(found, expected) and rounds == again == 3
-
-
 # -- its options ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"block_momentum": 0.0}, {"use_nbm": True}, {"nesterov": True}, {"average_sync": True}],
-)
-@pytest.mark.parametrize("inner", [SGD, Adam])
-def test_one_worker_is_bitwise_the_bare_optimizer(options, inner):
-    options = {"global_sync_iter": 2, "warmup_iterations": 3, **options}
-    bare = train(9, {}, inner, wrap=lambda optimizer: optimizer)
-    assert torch.equal(train(9, options, inner), bare)
 
 
 def test_without_block_momentum_the_rate_of_blocks_is_ignored():
@@ -537,44 +422,3 @@ def test_without_block_momentum_the_rate_of_blocks_is_ignored():
 
     for one, *others in run_ranks(2, all_of_them):
         assert all(torch.equal(one, other) for other in others)
-
-
-def test_fairseqs_look_ahead_is_a_longer_step():
-    base = {"global_sync_iter": 3, "block_momentum": 0.6, **NOW}
-
-    def both():
-        return (
-            train(30, {**base, "block_lr": 0.5, "use_nbm": True}),
-            train(30, {**base, "block_lr": 0.5 * 1.6}),
-        )
-
-    for found, longer in run_ranks(2, both):
-        torch.testing.assert_close(found, longer, rtol=1e-12, atol=1e-12)
-
-
-def test_nesterovs_momentum_is_dilocos_bit_for_bit():
-    def both():
-        options = {"block_lr": 0.7, "block_momentum": 0.9, "nesterov": True, **NOW}
-        return (
-            train(30, {**options, "global_sync_iter": 3}, AdamW),
-            train(30, {"lr": 0.7, "momentum": 0.9, "every": 3}, AdamW, wrap=mh.DiLoCo),
-        )
-
-    for found, diloco in run_ranks(2, both):
-        assert torch.equal(found, diloco)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"block_lr": 0.0}, ValueError, "block_lr must be a finite number above 0"),
-        ({"block_momentum": 1.0}, ValueError, "at least 0 and below 1, got 1.0"),
-        ({"use_nbm": True, "nesterov": True}, ValueError, "exclude each other"),
-        ({"warmup": 3}, TypeError, "write warmup_iterations= for warmup="),
-        ({"warmup_iterations": -1}, ValueError, "a whole number of at least 0, got -1"),
-        ({"global_sync_iter": 0}, ValueError, "a whole number of at least 1, got 0"),
-    ],
-)
-def test_mistakes(options, error, message):
-    with pytest.raises(error, match=message):
-        fairseq_bmuf(SGD(parameters(), lr=0.1), **options)

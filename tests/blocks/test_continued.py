@@ -9,7 +9,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 import manyhands as mh
-from helpers.crew_workers import Log, Store, Workers, fork, limit
+from helpers.crew_workers import Store, Workers, limit
 from manyhands.fairseq import FairseqBMUF
 
 SAVED, STEPS = 20, 300
@@ -47,28 +47,20 @@ def errors_of_loading(model, optimizer):
 class Continuing(Workers):
     """Workers that all call `load` at their start, and log what follows from it."""
 
-    def start(self, numbers, load):
-        for number in numbers:
-            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
-            log = Log(self.folder / f"{number}.{incarnation}.jsonl")
-
-            def work(number=number, log=log):
-                crew = mh.Crew(self.store.address, number=number, **self.options)
-                model, optimizer = build(crew)
-                at = optimizer.steps
-                said = errors_of_loading(model, optimizer) if at else []
-                if not at:  # a run begins here also if it counts from another step
-                    FairseqBMUF.set_num_updates(optimizer, 5)
-                found = load(self.folder / "run", model, optimizer, at > 0)
-                facts = {"at": at, "said": said, "found": found}
-                log("in", **facts, steps=optimizer.steps, weight=model.weight.item())
-                while optimizer.steps < STEPS:
-                    train(model, optimizer, optimizer.steps + 5)
-                    log("block", steps=optimizer.steps)
-                optimizer.finish()
-                log("done", weight=model.weight.item())
-
-            self.pids[number] = fork(work, self.folder / f"{number}.errors")
+    def work(self, make_crew, log, load):
+        model, optimizer = build(make_crew())
+        at = optimizer.steps
+        said = errors_of_loading(model, optimizer) if at else []
+        if not at:  # a run begins here also if it counts from another step
+            FairseqBMUF.set_num_updates(optimizer, 5)
+        found = load(self.folder / "run", model, optimizer, at > 0)
+        facts = {"at": at, "said": said, "found": found}
+        log("in", **facts, steps=optimizer.steps, weight=model.weight.item())
+        while optimizer.steps < STEPS:
+            train(model, optimizer, optimizer.steps + 5)
+            log("block", steps=optimizer.steps)
+        optimizer.finish()
+        log("done", weight=model.weight.item())
 
 
 def run_with_a_late_worker(folder, load, reported=True):
@@ -162,25 +154,18 @@ def test_a_late_worker_without_a_checkpoint_is_told_as_much_as_the_others(tmp_pa
 class Saving(Workers):
     """Workers that call `job.save` after each sync round, and log what it has returned."""
 
-    def start(self, numbers):
-        for number in numbers:
-            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
-            log = Log(self.folder / f"{number}.{incarnation}.jsonl")
-
-            def work(number=number, log=log):
-                job = mh.start(checkpoints=self.folder / "run", process_group=False)
-                job.crew = mh.Crew(self.store.address, number=number, **self.options)
-                model, optimizer = build(job.crew)
-                log("in", steps=optimizer.steps)
-                told = limit(self.folder, None)
-                while optimizer.steps < told():
-                    train(model, optimizer, optimizer.steps + 1)
-                    if optimizer.steps % 5 == 0:
-                        path = job.save(model=model, optimizer=optimizer, step=optimizer.steps)
-                        log("saved", steps=optimizer.steps, path=path and path.name)
-                optimizer.finish()
-
-            self.pids[number] = fork(work, self.folder / f"{number}.errors")
+    def work(self, make_crew, log):
+        job = mh.start(checkpoints=self.folder / "run", process_group=False)
+        job.crew = make_crew()
+        model, optimizer = build(job.crew)
+        log("in", steps=optimizer.steps)
+        told = limit(self.folder, None)
+        while optimizer.steps < told():
+            train(model, optimizer, optimizer.steps + 1)
+            if optimizer.steps % 5 == 0:
+                path = job.save(model=model, optimizer=optimizer, step=optimizer.steps)
+                log("saved", steps=optimizer.steps, path=path and path.name)
+        optimizer.finish()
 
 
 def test_the_round_that_lets_in_the_worker_with_the_lowest_number_is_saved_too(tmp_path):

@@ -19,9 +19,9 @@ from helpers.crew_workers import SECRET, Store, Workers
 from manyhands._ranks import groups
 from manyhands._ranks.ranks import RankGroup
 from manyhands.blocks.averaging._round import BackgroundSync
-from manyhands.blocks.crew import _crew, _enrollment, _store
+from manyhands.blocks.crew import _enrollment, _store, _transport
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._roster import Member, Roster, Version
+from manyhands.blocks.crew._roster import Version
 from manyhands.blocks.crew._store import Signer
 from manyhands.errors import CrewFinished, StoreLost
 
@@ -126,27 +126,6 @@ def test_a_stopped_worker_comes_back_with_what_it_had(store, tmp_path, place):
         assert 0 < back["version"] < workers.events(0, "done")[0]["version"]
 
 
-def test_the_time_to_go_on_after_a_stop_is_the_stall_time(store, tmp_path):
-    with Workers(store, tmp_path, expected=3, stall=0.5) as workers:
-        workers.start(range(3), 200)
-        workers.wait_for_rounds(0, 3)
-        workers.stop(1)
-        stopped = time.monotonic()
-        assert 0.4 < max(workers.next_kept(n, stopped + 0.05) for n in (0, 2)) < 0.5 + 3.0
-
-
-def test_a_worker_that_leaves_is_not_waited_for(store, tmp_path):
-    with Workers(store, tmp_path, expected=3, stall=5.0) as workers:
-        workers.start([0, 2], 20)
-        workers.start([1], 5)
-        workers.until(lambda: workers.ended() == {1: 0})
-        left = workers.events(1, "done")[0]["time"]
-        assert max(workers.next_kept(number, left) for number in (0, 2)) < AT_ONCE
-        workers.finish()
-        workers.agreed()
-        assert [workers.events(n, "done")[0]["version"] for n in (0, 2)] == [20, 20]
-
-
 def test_a_worker_that_comes_when_all_have_finished_gets_an_error(store, tmp_path):
     with Workers(store, tmp_path, expected=2) as workers:
         workers.start(range(2), 3)
@@ -184,33 +163,6 @@ def test_when_all_have_died_and_nothing_is_left_that_is_said(store, tmp_path):
         with pytest.warns(RuntimeWarning, match="all workers of this run were lost at once"):
             crew.join()
         crew.leave()
-
-
-def test_a_start_and_a_worker_that_comes_back_are_no_loss():
-    roster = Roster()
-    for id in ("0.1", "1.1"):
-        roster = roster.ask_to_join(Member(id, Version(-1)))
-    roster = roster.next(frozenset())
-    assert not roster.all_lost  # nothing was there to lose
-    roster = (
-        roster.keep(1, 0)
-        .without("1.1")
-        .ask_to_join(Member("1.2", Version(-1)))
-        .ask_to_join(Member("0.1", Version(-1)))
-    )
-    roster = roster.next(frozenset())  # in a local warm-up no worker holds a state yet
-    assert not roster.all_lost and len(roster.ids) == 2
-    roster = (
-        roster.undo(2, 0)
-        .without("0.1", "1.2")
-        .ask_to_join(Member("0.2", Version(-1)))
-        .next(frozenset())
-    )
-    assert roster.all_lost
-    roster = (
-        roster.undo(3, 0).without("0.2").ask_to_join(Member("0.3", Version(5))).next(frozenset())
-    )
-    assert not roster.all_lost  # it has a checkpoint
 
 
 def test_a_start_waits_for_those_expected_but_not_for_ever(store, tmp_path, monkeypatch):
@@ -334,7 +286,6 @@ def test_the_store_does_not_fill_up(store, tmp_path):
         keys = [key.removeprefix("manyhands/") for key in workers.shared.client.call("list_keys")]
         kinds = [key.partition("/")[0] for key in keys]
         assert kinds.count("group") == 0 and kinds.count("arrived") <= 2
-        assert kinds.count("environment") == 2  # one for each worker's number
         assert len(keys) < 14
 
 
@@ -414,14 +365,14 @@ def test_an_interface_that_this_host_lacks_is_refused_before_the_others_notice(m
 
 def test_members_that_never_connect_say_why(store, monkeypatch, caplog):
     """As behind a firewall: all are alive, and the next generation fails like the last one."""
-    failures, make = iter(range(40)), _crew.make_gloo
+    failures, make = iter(range(40)), _transport.make_gloo
 
     def make_gloo(*args):
         if next(failures, None) is not None:
             raise RuntimeError("connection refused by the firewall")
         return make(*args)
 
-    monkeypatch.setattr(_crew, "make_gloo", make_gloo)
+    monkeypatch.setattr(_transport, "make_gloo", make_gloo)
     crews = [Crew(store.address, number=n, expected=2, secret=SECRET) for n in range(2)]
     with ThreadPoolExecutor() as threads:
         list(threads.map(Crew.join, crews))
@@ -432,9 +383,9 @@ def test_members_that_never_connect_say_why(store, monkeypatch, caplog):
 
 
 def test_what_waits_in_a_group_ends_when_one_gives_it_up(store):
-    connections = [_store.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
+    connections = [_transport.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
     transports = [
-        _crew.GlooTransport(connections[rank], "given up", rank, 2, timeout=30.0)
+        _transport.GlooTransport(connections[rank], "given up", rank, 2, timeout=30.0)
         for rank in range(2)
     ]
     assert all(transport.wait(40.0) and transport.group is not None for transport in transports)
@@ -455,15 +406,15 @@ def test_what_waits_in_a_group_ends_when_one_gives_it_up(store):
 def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store, monkeypatch):
     """Its destructor waits for its threads, and one of those until the timeout, here 8 s."""
     before = threading.enumerate()
-    connections = [_store.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
+    connections = [_transport.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
     transports = [
-        _crew.GlooTransport(connections[rank], "forgotten", rank, 2, timeout=8.0)
+        _transport.GlooTransport(connections[rank], "forgotten", rank, 2, timeout=8.0)
         for rank in range(2)
     ]
     assert all(transport.wait(40.0) and transport.group is not None for transport in transports)
     work = transports[0].group.allreduce([torch.ones(3)])
     with monkeypatch.context() as patch:  # so that nothing ends it
-        patch.setattr(_crew, "shut_connections", lambda epolls: set())
+        patch.setattr(_transport, "shut_connections", lambda epolls: set())
         patch.setattr(groups, "shut_connections", lambda epolls: set())
         began = time.monotonic()
         transports[0].release()
@@ -476,25 +427,6 @@ def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store, monk
     while any(t.name == "manyhands end" and t not in before for t in threading.enumerate()):
         assert time.monotonic() < until
         time.sleep(0.05)
-
-
-def test_a_group_that_ends_when_python_goes_is_left_to_the_system(store, monkeypatch):
-    """From Python 3.12 on no thread is started then."""
-
-    def refused(_):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    transport = _crew.GlooTransport(
-        _store.StoreConnection(store.address, Signer(SECRET)), "left", 0, 1, timeout=2.0
-    )
-    assert transport.wait(40.0)
-    group = transport.group
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        transport.release()
-    assert transport.group is None
-    gc.collect()
-    assert sys.getrefcount(group) >= 3  # ours, the call's, and one that keeps it alive
 
 
 def test_a_round_that_failed_holds_no_group():

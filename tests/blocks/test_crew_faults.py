@@ -14,13 +14,11 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.crew_workers import Log, Store, Workers, fork, limit
+from helpers.crew_workers import Store, Workers, limit
 from helpers.link import Link
 from manyhands.blocks import _sync
 from manyhands.blocks.averaging import _chunks, _round
-from manyhands.blocks.crew import _crew, _enrollment, _roster, _store
-from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._roster import number_of
+from manyhands.blocks.crew import _crew, _roster, _shared_roster, _store
 
 SIZE = 200_000  # four chunks, as `small_chunks` has them
 
@@ -28,19 +26,11 @@ SIZE = 200_000  # four chunks, as `small_chunks` has them
 class BlockWorkers(Workers):
     """Workers that go down a slope of 1: after n steps parameters are -n, or work is lost."""
 
-    def start(self, numbers, steps, options=None, harm=None, pause=0.002, make=None):
-        for number in numbers:
-            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
-            log_file = self.folder / f"{number}.{incarnation}.jsonl"
-
-            def work(number=number, incarnation=incarnation, log_file=log_file):
-                if harm is not None and incarnation == 1:
-                    harm(number)
-                crew = Crew(self.store.address, number=number, **self.options)
-                told = limit(self.folder, steps)
-                train(crew, Log(log_file), told, options or {}, pause, make or mh.LocalSGD)
-
-            self.pids[number] = fork(work, self.folder / f"{number}.errors")
+    def work(self, make_crew, log, steps, options=None, harm=None, pause=0.002, make=mh.LocalSGD):
+        crew = make_crew()
+        if harm is not None and self.incarnations[crew.number] == 1:
+            harm(crew.number)
+        train(crew, log, limit(self.folder, steps), options or {}, pause, make)
 
     def wait_for_rounds(self, number, rounds):
         self.until(lambda: sum(e["event"] == "round" for e in self.events(number)) >= rounds)
@@ -147,19 +137,6 @@ def test_a_death_in_the_middle_of_a_round_loses_no_work_of_the_others(store, tmp
         assert {e["undone"] for e in done if e["workers"] == 4} <= {0, 1}
 
 
-def test_a_death_in_the_round_that_ends_a_warm_up_sets_no_worker_back(store, tmp_path):
-    """The first worker dies, and its next incarnation comes before the others know that."""
-    options = {"global_sync_iter": 6, "warmup_iterations": 20}
-    with BlockWorkers(store, tmp_path, expected=3, stall=4.0) as workers:
-        harm = dies_at("_send", 0, 1)
-        workers.start(range(3), 50, options, harm, make=mh.BMUF, pause=0.005)
-        workers.until(lambda: workers.ended() == {0: -signal.SIGKILL})
-        workers.start([0], 50, options, make=mh.BMUF, pause=0.005)
-        workers.finish()
-        workers.one_state_after_each_round()
-        assert workers.events(0, "in")[-1]["steps"] == 20
-
-
 OPTIONS = [
     pytest.param(mh.DiLoCo, {"every": 6, "codec": "int8"}, marks=pytest.mark.long),
     (mh.DiLoCo, {"every": 6, "codec": "int4", "overlap": 2, "fragments": 2}),
@@ -171,7 +148,7 @@ OPTIONS = [
 def test_killed_at_any_moment_in_a_crew_of_hundreds_no_two_ever_differ(
     store, tmp_path, monkeypatch
 ):
-    for module in (_crew, _roster, _store):
+    for module in (_crew, _roster, _shared_roster):
         monkeypatch.setattr(module, "WATCHED", 1)
     test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, mh.DiLoCo, {"every": 6})
 
@@ -194,40 +171,6 @@ def test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, make, options)
         assert len({e["state"] for e in done}) == 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("watched", [64, 1])  # 1: as a crew of hundreds
-def test_a_stopped_worker_is_done_without_and_comes_back(store, tmp_path, monkeypatch, watched):
-    for module in (_crew, _roster, _store):
-        monkeypatch.setattr(module, "WATCHED", watched)
-    with BlockWorkers(store, tmp_path, expected=3, stall=0.6) as workers:
-        workers.start(range(3), None, {"every": 5}, pause=0.005)
-        workers.wait_for_rounds(1, 4)
-        workers.stop(1)
-        stopped = time.monotonic()
-        workers.until(lambda: workers.last(0, "round", "workers") == 2)
-        assert time.monotonic() - stopped < 0.6 + 4.0
-        before = len(workers.events(0, "round"))
-        workers.until(lambda: len(workers.events(0, "round")) > before + 3)
-        workers.wake(1)
-        workers.until(lambda: (workers.last(1, "round", "time") or 0.0) > stopped + 0.6)
-        steps = workers.finish_together(100)
-        workers.one_state_after_each_round()
-        done = [workers.events(number, "done")[-1] for number in range(3)]
-        assert {e["value"] for e in done} == {-steps} and {e["workers"] for e in done} == {3}
-
-
-def test_one_worker_may_be_left_and_others_join_it(store, tmp_path):
-    with BlockWorkers(store, tmp_path, expected=2, stall=0.6) as workers:
-        workers.start([0, 1], None, {"every": 5}, pause=0.005)
-        workers.wait_for_rounds(0, 3)
-        workers.kill(1, report=True)
-        workers.until(lambda: workers.last(0, "round", "workers") == 1)
-        workers.start([1, 2], None, {"every": 5}, pause=0.005)
-        steps = workers.finish_together(100)
-        workers.one_state_after_each_round()
-        assert {workers.events(n, "done")[-1]["value"] for n in range(3)} == {-steps}
-
-
 def test_a_worker_that_stops_in_the_last_block_is_left_behind_by_all_others_together(
     store, tmp_path
 ):
@@ -236,7 +179,7 @@ def test_a_worker_that_stops_in_the_last_block_is_left_behind_by_all_others_toge
     def harm(number):
         if number:
             silent = property(lambda self: self.silent_for(3 * self.stall))
-            _store.HeartbeatMonitor.silent = silent
+            _shared_roster.HeartbeatMonitor.silent = silent
         step = mh.LocalSGD.step
 
         def stops(self):
@@ -309,22 +252,6 @@ def test_unequal_workers_agree_after_each_round_and_leave_after_the_same_one(
         assert len({(e["state"], e["rounds"], e["steps"]) for e in done}) == 1
         assert {e["undone"] for e in done} == {0} and len(states) > 4
         assert {e["workers"] for e in done} == {3}
-
-
-@pytest.mark.long
-def test_unequal_workers_that_are_killed_and_come_back_never_differ(store, tmp_path):
-    with BlockWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
-        start_unequal(workers, None, make=mh.DiLoCo)
-        options = {"every": mh.Seconds(0.12, own_steps=True, least=2)}
-        for victim in (2, 0, 1):
-            workers.wait_for_rounds(victim, 3)
-            workers.present(3)
-            workers.kill(victim, report=victim > 0)
-            workers.start([victim], None, options, make=mh.DiLoCo, pause=0.005 * (victim + 1))
-        workers.finish_together(150)
-        workers.one_state_after_each_round()
-        done = [workers.events(number, "done")[-1] for number in range(3)]
-        assert len({(e["state"], e["rounds"], e["steps"]) for e in done}) == 1
 
 
 # -- a late member, and too few of them ------------------------------------------------------------
@@ -400,45 +327,3 @@ def test_the_half_that_is_cut_off_from_the_store_waits_and_comes_back(store, tmp
             for e in far.events(number, "round"):
                 assert states[e["rounds"]] == (e["steps"], e["state"])
         assert far.last(3, "done", "value") == -steps
-
-
-@pytest.mark.long
-def test_a_crew_cut_in_two_goes_on_in_the_half_with_the_quorum(store, tmp_path):
-    """All reach the store, and none of 0, 1 and 2 reaches 3 or 4 while the file is there."""
-    cut = tmp_path / "cut"
-
-    def cut_line(number):
-        def beyond(other):
-            return cut.exists() and (number < 3) != (other < 3)
-
-        reach, send = _enrollment.unreachable, _round.SyncRound._send
-
-        def unreachable(addresses, find_silent):
-            far = tuple(id for id in addresses if beyond(number_of(id)))
-            near = {id: a for id, a in addresses.items() if id not in far}
-            return far + reach(near, find_silent)
-
-        def send_nothing(self, *args, **kwargs):
-            if cut.exists() and self.workers.size > 3:
-                raise RuntimeError("the connection is lost")  # as gloo's
-            return send(self, *args, **kwargs)
-
-        _enrollment.unreachable, _round.SyncRound._send = unreachable, send_nothing
-
-    options = {"every": mh.Seconds(0.1, own_steps=True)}
-    with BlockWorkers(store, tmp_path, expected=5, quorum=3, stall=5.0) as workers:
-        workers.start(range(5), None, options, cut_line, pause=0.005)
-        workers.until(lambda: workers.last(0, "round", "workers") == 5)
-        cut.touch()
-        workers.until(lambda: workers.last(0, "round", "workers") == 3)
-        before = len(workers.events(4, "round"))
-        alone = len(workers.events(1, "round"))
-        workers.until(lambda: len(workers.events(1, "round")) > alone + 3)
-        assert len(workers.events(4, "round")) == before  # the others wait
-        cut.unlink()
-        workers.until(lambda: workers.last(0, "round", "workers") == 5, timeout=30)
-        workers.finish_together(100, 60)
-        workers.one_state_after_each_round()
-        done = [workers.events(number, "done")[-1] for number in range(5)]
-        assert len({(e["state"], e["rounds"], e["steps"]) for e in done}) == 1
-        assert set(workers.incarnations.values()) == {1}

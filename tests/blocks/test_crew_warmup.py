@@ -16,12 +16,10 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import manyhands as mh
-from helpers.crew_workers import Log, Store, Workers, fork
+from helpers.crew_workers import Store, Workers
 from manyhands.blocks import _sync
 from manyhands.blocks.averaging import _round
-from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import number_of
-from manyhands.fairseq import FairseqBMUF
 
 STEPS = 24
 Kind = namedtuple("Kind", "make options warmup inner")
@@ -56,18 +54,11 @@ LOCAL = {
 class WarmupWorkers(Workers):
     """Workers that log what they hold after each step."""
 
-    def start(self, numbers, kind, harm=None, steps=STEPS, before_step=None):
-        for number in numbers:
-            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
-            log_file = self.folder / f"{number}.{incarnation}.jsonl"
-
-            def work(number=number, log_file=log_file):
-                crew = Crew(self.store.address, number=number, **self.options)
-                if harm is not None:
-                    harm(number)
-                train(crew, Log(log_file), kind, steps, before_step)
-
-            self.pids[number] = fork(work, self.folder / f"{number}.errors")
+    def work(self, make_crew, log, kind, harm=None, steps=STEPS, before_step=None):
+        crew = make_crew()
+        if harm is not None:
+            harm(crew.number)
+        train(crew, log, kind, steps, before_step)
 
     def touched(self, name):
         self.until(lambda: (self.folder / name).exists())
@@ -157,7 +148,7 @@ def wait_for_a_joiner(folder):
         (folder / "come").touch()
         shared = sync.members.crew._enrollment.shared
         until = time.monotonic() + 15
-        while not shared.refresh().admissible:
+        while not shared.refresh().present(set()):
             assert time.monotonic() < until, "nobody has come"
             time.sleep(0.005)
 
@@ -302,7 +293,7 @@ def wait_for_the_return_of(number, step, then=lambda optimizer: None):
 def is_in(roster, number):
     """Return whether the worker is a member, or will be one after the next round."""
     return number in {number_of(id) for id in {*roster.ids} - roster.gone} | {
-        member.number for member in roster.admissible
+        member.number for member in roster.present(set())
     }
 
 
@@ -434,16 +425,6 @@ def test_one_that_comes_back_inside_of_a_warm_up_keeps_its_old_gradients_to_itse
 # -- other ends, and other beginnings --------------------------------------------------------------
 
 
-def test_one_may_come_as_a_run_ends_with_its_warm_up(store, tmp_path):
-    kind = SHARED["shared"]
-    with WarmupWorkers(store, tmp_path, expected=2, stall=5.0) as workers:
-        workers.start([0, 1], kind, come_after_step(6, tmp_path), steps=6)
-        workers.touched("come")
-        workers.start([2], kind, steps=6)
-        done = workers.finished_alike()
-        assert {(e["steps"], e["params"]) for e in done} == {(6, done[0]["params"])}
-
-
 IN_A_BLOCK = {  # after 22 steps
     **{name: SHARED[name] for name in ("shared", "overlap and fragments")},
     "own steps": diloco(6, every=mh.Seconds(60, first=4, own_steps=True)),
@@ -467,43 +448,3 @@ def test_one_may_come_in_the_last_round_of_finish(store, tmp_path, name):
         assert {(e["anchor"], e["params"]) for e in done} == {
             (done[0]["anchor"], done[0]["params"])
         }
-
-
-@pytest.mark.parametrize("name", ["bmuf", "local bmuf"])
-def test_one_that_comes_when_the_steps_are_set_to_the_end_of_a_warm_up_gets_the_momentum(
-    store, tmp_path, name
-):
-    kind = {**SHARED, **LOCAL}[name]
-
-    def harm(_):
-        before("_send", lambda sync: sync.state.own == 17, wait_for_a_joiner(tmp_path))
-
-    def sets_steps(optimizer):
-        if optimizer.own_steps == 17:  # in a block
-            FairseqBMUF.set_num_updates(optimizer, kind.warmup)
-            optimizer.synchronize()
-
-    with WarmupWorkers(store, tmp_path, expected=2, stall=5.0) as workers:
-        workers.start([0, 1], kind, harm, before_step=sets_steps)
-        workers.touched("come")
-        workers.start([2], kind)
-        assert {e["undone"] for e in workers.finished_alike()} == {0}
-        assert workers.events(2, "in")[0]["steps"] == kind.warmup
-
-
-def test_one_may_come_at_the_end_of_a_warm_up_that_the_workers_were_set_back_into(store, tmp_path):
-    kind = SHARED["bmuf"]
-
-    def sets_steps(optimizer):
-        if optimizer.own_steps == 17:  # in a block: workers are apart
-            FairseqBMUF.set_num_updates(optimizer, kind.warmup - 2)
-
-    with WarmupWorkers(store, tmp_path, expected=2, stall=5.0) as workers:
-        workers.start([0, 1], kind, come_after_step(19, tmp_path), before_step=sets_steps)
-        workers.touched("come")
-        workers.start([2], kind)
-        workers.finish(25.0)
-        assert workers.events(2, "in")[0]["steps"] == kind.warmup
-        of_members = [e for number in (0, 1) for e in workers.events(number)]
-        have_same_anchors([e for e in of_members if e["own"] < 17])
-        have_same_anchors([*workers.events(2), *(e for e in of_members if e["own"] >= 19)])

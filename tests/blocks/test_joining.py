@@ -8,11 +8,9 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.crew_workers import Log, Store, Workers, fork
+from helpers.crew_workers import Store, Workers
 from manyhands.blocks import _sync
-from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import MemberFacts
-from manyhands.blocks.crew._roster import Member, Roster, Version
 from manyhands.errors import RanksDisagree
 
 STEPS = 300
@@ -53,19 +51,11 @@ def transposed(model):
 class Joiners(Workers):
     """Workers that go down slopes of 1 and 2: after n steps `first` is -n, or work is lost."""
 
-    def start(self, numbers, steps=STEPS, options=OPTIONS, params=as_it_is, harm=None):
-        for number in numbers:
-            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
-            log_file = self.folder / f"{number}.{incarnation}.jsonl"
-
-            def work(number=number, log_file=log_file):
-                crew = Crew(self.store.address, number=number, **self.options)
-                if harm is not None:
-                    harm(number)
-                slow = self.folder / "slow"
-                train(crew, Log(log_file), steps, options, params, slow)
-
-            self.pids[number] = fork(work, self.folder / f"{number}.errors")
+    def work(self, make_crew, log, steps=STEPS, options=OPTIONS, params=as_it_is, harm=None):
+        crew = make_crew()
+        if harm is not None:
+            harm(crew.number)
+        train(crew, log, steps, options, params, self.folder / "slow")
 
     def step(self, number, steps):
         """Wait until a worker has taken this many steps."""
@@ -334,39 +324,6 @@ def test_one_that_dies_while_all_are_done_is_not_waited_for(store, tmp_path):
         workers.kill(2, report=True)
         workers.finish(40.0)
         assert [workers.events(n, "done")[-1]["first"] for n in (0, 1)] == [[-28] * 2] * 2
-
-
-def test_a_generation_forgets_which_members_were_closing():
-    roster = (
-        Roster()
-        .ask_to_join(Member("0.1", Version(1)))
-        .ask_to_join(Member("1.1", Version(1)))
-        .next(frozenset())
-    )
-    roster = roster.close("1.1", 1, 0, 7)
-    assert roster.closing_at(0) == {"1.1": 7} and roster.closing_at(1) == {}
-    assert roster.close("2.1", 1, 0, 7) == roster  # no member
-    assert roster.undo(1, 0).close("0.1", 1, 0, 7).closing_at(0) == {"1.1": 7}
-    assert (
-        roster.undo(1, 0).ask_to_join(Member("0.1", Version(2))).next(frozenset({"1.1"})).closing
-        == ()
-    )
-
-
-def test_an_error_before_the_first_sync_round_ends_all_and_a_later_one_does_not():
-    roster = (
-        Roster()
-        .ask_to_join(Member("0.1", Version(-1)))
-        .ask_to_join(Member("1.1", Version(-1)))
-        .next(frozenset())
-    )
-    roster = roster.keep(1, 0, sync_round=False)
-    assert roster.fail("1.1").failed == ("1.1",) and roster.fail("1.1").dead == ("1.1",)
-    assert roster.fail("2.1") == roster  # no member yet: the others have not noticed it
-    assert roster.without_number(1).failed == ()  # killed: it is started again
-    assert roster.keep(1, 1).fail("1.1").failed == ()
-    over = roster.fail("1.1").undo(1, 1).without("0.1").ask_to_join(Member("0.2", Version(-1)))
-    assert over.next(frozenset()).failed == ()
 
 
 def test_one_that_differs_in_the_middle_of_a_run_goes_alone(store, tmp_path):

@@ -232,52 +232,6 @@ def test_where_forking_is_not_safe_workers_are_started_afresh(tmp_path, preload,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("change", "name", "read"),
-    [
-        ("os.environ['PYTORCH_JIT'] = '0'", "PYTORCH_JIT", "torch.jit._state._enabled.enabled"),
-        ("os.environ['OMP_NUM_THREADS'] = '2'", "OMP_NUM_THREADS", "torch.get_num_threads()"),
-        ("del os.environ['PYTORCH_JIT']", "PYTORCH_JIT", "torch.jit._state._enabled.enabled"),
-    ],
-)
-def test_a_script_that_changes_a_variable_before_its_imports_is_not_forked(
-    tmp_path, monkeypatch, change, name, read
-):
-    if change.startswith("del"):
-        monkeypatch.setenv(name, "0")
-    before_imports = f"import os; {change}\n" + textwrap.dedent(script(f"print('read', {read})"))
-    with Command(tmp_path, before_imports, "--workers", "2") as command:
-        command.until(r"\[1\] in 1", 60)
-        while "no worker is forked" not in command.said():
-            assert not is_forked(die(command))
-        assert not is_forked(die(command))
-        finish(command)
-    assert command.said().count(f"(the script changes {name})") == 1
-    found = re.findall(r"\[1\] read (\S+)", command.said())
-    assert len(found) >= 3
-    assert len(set(found)) == 1  # the replacements read the same
-
-
-UNCHANGED = """
-    import settings
-    os.environ["OMP_NUM_THREADS"] = "1"  # as it is
-    os.environ["LOCAL_WORLD_SIZE"] = "1"  # as mh.start() does
-    os.environ["MASTER_PORT"] = str(29500 + int(os.environ["MANYHANDS_WORKER"]))
-"""
-
-
-@pytest.mark.long
-def test_variables_of_a_place_or_of_a_preloaded_module_do_not_prevent_a_fork(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # the first optimizer sets it
-    (tmp_path / "settings.py").write_text("import os; os.environ['SETTING'] = 'x'")
-    start = textwrap.indent(textwrap.dedent(UNCHANGED), "    ").strip()
-    with Command(tmp_path, script(start), "--workers", "2", "--preload", "settings") as command:
-        die_until_forked(command)
-        assert is_forked(die(command))
-        finish(command)
-
-
-@pytest.mark.long
 def test_a_script_with_long_arguments_is_forked(tmp_path):
     """The system allows 128 KiB in each, and more in all."""
     start = "print('lengths', [len(word) for word in sys.argv[1:]])"

@@ -18,7 +18,8 @@ from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _link, _store
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Member, Roster, Version
-from manyhands.blocks.crew._store import SharedRoster, Signer, StoreClient
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import Signer, StoreClient
 from manyhands.errors import StoreLost
 
 # Each life of worker N prints its number. It ends as the file "end N" says.

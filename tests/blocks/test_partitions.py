@@ -17,7 +17,7 @@ from helpers.crew_workers import SECRET, Store
 from helpers.data_workers import DataWorkers
 from helpers.networks import Networks, NoNetworks
 from helpers.run_command import Command
-from manyhands.blocks.crew import _crew, _roster, _store
+from manyhands.blocks.crew import _crew, _roster, _shared_roster, _store
 from manyhands.blocks.crew._store import TCP_RTO_MAX_MS
 
 pytestmark = pytest.mark.long
@@ -30,7 +30,6 @@ OWN = mh.Seconds(0.2, first=3, own_steps=True)
 CUTS = {  # what happens to the line of the far workers, and how it is mended
     "unplugged": (lambda n: n.unplug("far"), lambda n: n.plug_in("far")),
     "all dropped": (lambda n: n.drop("far"), lambda n: n.mend("far")),
-    "dropped between workers": (lambda n: n.drop("far", "near"), lambda n: n.mend("far", "near")),
 }
 
 
@@ -52,7 +51,7 @@ def networks(monkeypatch):
 def test_the_half_with_the_quorum_goes_on_and_the_other_comes_back(
     networks, tmp_path, monkeypatch, cut, mend, make, watched
 ):
-    for module in (_crew, _roster, _store):  # 1: as a crew of hundreds
+    for module in (_crew, _roster, _shared_roster):  # 1: as a crew of hundreds
         monkeypatch.setattr(module, "WATCHED", watched)
     options = {"make": make, "every": OWN, "pause": 0.005}
     with (
@@ -79,33 +78,6 @@ def test_the_half_with_the_quorum_goes_on_and_the_other_comes_back(
         workers.each_sample_once()
         assert set(workers.incarnations.values()) == {1}
         assert workers.last(3, "done", "dropped") > 0 == workers.last(0, "done", "dropped")
-
-
-@pytest.mark.parametrize("cut", ["unplugged", "all dropped"])
-def test_nobody_goes_on_without_the_quorum_and_nothing_is_lost(networks, tmp_path, cut):
-    """The larger half has lost the store; the other one has it, and is too small."""
-    cut, mend = CUTS[cut]
-    options = {"every": OWN, "pause": 0.005}
-    with (
-        Store(networks.address("store")) as store,
-        DataWorkers(store, tmp_path, **OPTIONS) as workers,
-    ):
-        with networks.inside("near"):
-            workers.start(FAR, **options)
-        with networks.inside("far"):
-            workers.start(NEAR, **options)
-        workers.wait_for_members({*NEAR, *FAR})
-        cut(networks)
-        time.sleep(3.0)  # a round that was under way may still be kept
-        before = len(workers.members())
-        time.sleep(STORE_TIMEOUT + 1.0)
-        assert len(workers.members()) == before
-        mend(networks)
-        workers.wait_for_members({*NEAR, *FAR})
-        workers.stop_soon()
-        workers.finish(timeout=90)
-        workers.each_sample_once()
-        assert set(workers.incarnations.values()) == {1}
 
 
 def test_a_call_to_the_store_ends_soon_after_the_line_is_mended(networks, monkeypatch):

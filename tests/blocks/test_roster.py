@@ -154,28 +154,6 @@ def test_ends_with_is_true_for_the_round_after_which_a_generation_regroups_and_f
     assert [undone.ends_with(1, at, "0.1") for at in (0, 1)] == [False, True]
 
 
-def test_a_worker_holds_the_lowest_version_of_its_processes():
-    roster = Roster(processes=2)
-    for id, version in (("0.1", 7), ("1.1", 3), ("2.1", 5), ("3.1", 5)):
-        roster = roster.ask_to_join(Member(id, Version(version)))
-    roster = roster.next(NONE_SILENT)
-    assert roster.workers == (0, 1)
-    assert (roster.source, roster.joiners) == (1, (0,))
-
-
-def test_a_start_waits_for_all_processes_of_each_expected_worker():
-    roster = (
-        Roster(processes=2)
-        .ask_to_join(Member("0.1", Version(-1)))
-        .ask_to_join(Member("1.1", Version(-1)))
-    )
-    assert not roster.complete(NONE_SILENT, 2)
-    roster = roster.ask_to_join(Member("2.1", Version(-1)))
-    assert [member.id for member in roster.present(NONE_SILENT)] == ["0.1", "1.1"]
-    assert not roster.complete(NONE_SILENT, 2)
-    assert roster.ask_to_join(Member("3.1", Version(-1))).complete(NONE_SILENT, 2)
-
-
 def test_a_process_that_asks_again_waits_once_with_its_latest_version():
     roster = Roster().ask_to_join(Member("0.1", Version(3))).ask_to_join(Member("0.1", Version(4)))
     assert roster.waiting == (Member("0.1", Version(4)),)

@@ -1,6 +1,5 @@
 """The command `manyhands run`: what it starts, passes on, starts again and returns."""
 
-import contextlib
 import os
 import re
 import signal
@@ -8,7 +7,6 @@ import socket
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +15,8 @@ from helpers.run_command import Command, alive, gone
 from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _launcher, _link, _store
 from manyhands.blocks.crew._roster import Member, Version
-from manyhands.blocks.crew._store import SharedRoster, Signer, StoreClient
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import Signer, StoreClient
 
 
 def free_port():
@@ -32,7 +31,6 @@ SLEEPERS = """
     print("pids", os.getpid(), child.pid, flush=True)
     time.sleep(100)
 """
-ON_ITS_OWN = SLEEPERS.replace("time.sleep(100)\n", "os.closerange(3, 99); time.sleep(100)\n")
 
 
 def test_each_line_stands_behind_its_workers_number_and_arguments_pass_through(tmp_path):
@@ -149,26 +147,6 @@ def test_an_error_at_the_start_ends_the_run_with_it(tmp_path):
     assert "worker 1 ended (exit code 1) before the first sync round." in command.err.read_text()
 
 
-@pytest.mark.long
-def test_a_script_of_ddp_is_told_how_it_is_started(tmp_path):
-    script = """
-        import torch
-        from torch.nn.parallel import DistributedDataParallel
-        torch.distributed.init_process_group("gloo")
-        model = DistributedDataParallel(torch.nn.Linear(2, 1))
-        print("of", torch.distributed.get_world_size())
-        torch.distributed.destroy_process_group()
-    """
-    with Command(tmp_path, script, "--workers", "1") as command:
-        assert command.wait() == 1
-    said = command.err.read_text()
-    assert "before the first sync round.\nmanyhands run: no worker has joined the crew." in said
-    options = re.search("`manyhands run (.*)`", said).group(1).split()
-    with Command(tmp_path, script, *options) as command:
-        assert command.wait() == 0
-    assert command.out.read_text().count("of 2") == 2
-
-
 def test_a_killed_worker_is_started_again(tmp_path):
     script = """
         import os, signal
@@ -245,14 +223,6 @@ def test_an_error_before_the_first_sync_round_ends_the_run(tmp_path, monkeypatch
     assert "[1] no such data" in command.err.read_text()
 
 
-@pytest.mark.long
-def test_an_error_after_the_first_sync_round_does_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("BREAKS_AT", "6")
-    with Command(tmp_path, ERROR_IN_A_STEP, "--workers", "2") as command:
-        assert command.wait(90) == 0
-    assert "worker 1 ended (exit code 1) and is started again." in command.err.read_text()
-
-
 REFUSED = """
     import os, signal, time, torch
     import manyhands as mh
@@ -325,6 +295,15 @@ def test_hosts_need_a_secret_that_both_know(tmp_path, monkeypatch):
         assert "Set MANYHANDS_SECRET on each host" in command.err.read_text()
 
 
+def test_a_second_store_at_the_same_address_is_an_error_with_the_remedy(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with Command(tmp_path, "pass", "--workers", "1", "--listen", address) as command:
+            assert command.wait(30) == 2
+    assert f"another program listens at {address}" in command.said()
+    assert "--listen another port" in command.said()
+
+
 def test_errors_after_the_first_round_are_tried_again_so_many_times(tmp_path):
     script = """
         import os, sys, time
@@ -383,118 +362,19 @@ def test_a_stopped_worker_is_killed_and_started_again(tmp_path, monkeypatch):
     assert "worker 0 ended (SIGKILL) and is started again" in command.err.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_worker_outlives_the_command(tmp_path, number):
-    with Command(tmp_path, SLEEPERS, "--workers", "2") as command:
-        command.until(r"\[0\] pids")
-        command.until(r"\[1\] pids")
+@pytest.mark.parametrize(
+    ("number", "processes"),
+    [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGKILL, 1), (signal.SIGKILL, 2)],
+)
+def test_no_worker_outlives_the_command(tmp_path, number, processes):
+    options = ("--workers", "2", "--processes", str(processes))
+    with Command(tmp_path, SLEEPERS, *options) as command:
+        command.until(rf"(?s)(pids.*){{{2 * processes}}}")
         found = re.findall(r"pids (\d+) (\d+)", command.said())
         pids = [int(pid) for pair in found for pid in pair]
         os.kill(command.pid, number)
         assert command.wait() == (-number if number == signal.SIGKILL else 128 + number)
     assert gone(pids)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_nor_its_children_if_the_guard_is_killed_with_the_command(tmp_path, processes):
-    options = ("--workers", "2", "--processes", str(processes))
-    with Command(tmp_path, SLEEPERS, *options) as command:
-        command.until(rf"(?s)(pids.*){{{2 * processes}}}")
-        pids = re.findall(r"pids (\d+) (\d+)", command.said())
-        os.kill(command.pid, signal.SIGSTOP)  # it would start another guard
-        (guard,) = children_running("_processes.py", command.pid)
-        os.kill(guard, signal.SIGKILL)
-        os.kill(command.pid, signal.SIGKILL)
-        command.wait()
-    assert gone([int(pid) for pair in pids for pid in pair])
-
-
-def test_a_guard_that_was_killed_is_replaced(tmp_path):
-    with Command(tmp_path, ON_ITS_OWN, "--workers", "2", "--stall", "1") as command:
-        command.until(r"\[0\] pids")
-        command.until(r"\[1\] pids")
-        found = re.findall(r"\[(.)\] pids (\d+) (\d+)", command.said())
-        first, second = (tuple(map(int, pids)) for _, *pids in sorted(found))
-        (guard,) = children_running("_processes.py", command.pid)
-        os.kill(guard, signal.SIGKILL)
-        os.kill(first[0], signal.SIGKILL)  # is started again, which the guard has to know
-        command.until(r"(?s)\[0\] pids.*\[0\] pids")
-        again = re.findall(r"\[0\] pids (\d+) (\d+)", command.said())[-1]
-        wait_until(lambda: children_running("_processes.py", command.pid) not in ([], [guard]))
-        os.kill(command.pid, signal.SIGKILL)
-        command.wait()
-    assert gone([*second, *map(int, again)])
-
-
-def test_a_guard_is_replaced_though_no_worker_starts_or_ends(tmp_path):
-    with Command(tmp_path, ON_ITS_OWN, "--workers", "1") as command:
-        command.until(r"\[0\] pids")
-        ((worker, child),) = re.findall(r"\[0\] pids (\d+) (\d+)", command.said())
-        (guard,) = children_running("_processes.py", command.pid)
-        os.kill(guard, signal.SIGKILL)
-        wait_until(lambda: children_running("_processes.py", command.pid) not in ([], [guard]))
-        os.kill(command.pid, signal.SIGKILL)
-        command.wait()
-    assert gone([int(worker), int(child)])
-
-
-def wait_until(fact, seconds=15.0):
-    until = time.monotonic() + seconds
-    while not fact():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def children_running(name, parent):
-    """The processes of this parent whose command line holds a name."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().decode()
-            is_child = int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent
-            found += [int(folder.name)] if is_child and name in words else []
-    return found
-
-
-CREW = """
-    import os, signal, sys, time
-    from manyhands.blocks.crew._crew import Crew
-    from manyhands.blocks.crew._roster import Version
-    crew = Crew()
-    crew.join()
-    incarnation = crew._enrollment.id.partition(".")[2]
-    print("entered", crew.members, crew.joiners, flush=True)
-    while not os.path.exists("enough"):
-        time.sleep(0.02)
-        if crew.number == 0 and incarnation == "1" and crew._round:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if crew.number == 1 and crew.members == (0, 1) and crew.generation > 2:
-            open("enough", "a").close()
-        crew.settle(True)
-        if crew.regroup_due:
-            crew.regroup(Version(1))
-            print("entered", crew.members, crew.joiners, flush=True)
-    crew.leave()
-"""
-
-
-@pytest.mark.long
-def test_two_hosts_and_a_death(tmp_path):
-    store = f"127.0.0.1:{free_port()}"
-    first = ("--workers", "1", "--listen", store, "--expected", "2")
-    with (
-        Command(tmp_path, CREW, *first, name="first") as one,
-        Command(tmp_path, CREW, "--store", store, "--numbers", "1", name="further") as two,
-    ):
-        assert one.wait(40) == 0
-        assert two.wait(5) == 0
-    assert "worker 0 ended (SIGKILL) and is started again." in one.err.read_text()
-    assert two.out.read_text().splitlines() == [
-        "[1] entered (0, 1) (1,)",
-        "[1] entered (1,) ()",
-        "[1] entered (0, 1) (0,)",
-    ]
-    assert one.out.read_text().splitlines()[-1] == "[0] entered (0, 1) (0,)"
 
 
 TWO_HOSTS = """
@@ -525,24 +405,6 @@ def test_the_store_stays_until_the_launcher_of_another_host_has_ended(tmp_path):
     assert one.err.read_text() == two.err.read_text() == ""
     forks = [(tmp_path / f"{name}.fork").read_text() for name in ("first", "further")]
     assert forks == ["", ""]
-
-
-WAITS = "import time; time.sleep(100)"
-
-
-@pytest.mark.long
-def test_a_store_that_vanishes_is_noticed_within_the_limit(tmp_path, monkeypatch):
-    """Not after twice as long: what was to connect in had been added to it."""
-    monkeypatch.setattr(_store, "STORE_TIMEOUT", 6.0)
-    with Store() as store:
-        options = ("--store", store.address, "--numbers", "1")
-        with Command(tmp_path, WAITS, *options) as command:
-            command.until("") and time.sleep(3.0)
-            os.kill(store.pid, signal.SIGSTOP)
-            stopped = time.monotonic()
-            command.until("is lost: no answer for 6 s", 30)
-            assert 4.0 < time.monotonic() - stopped < 6.0 + 4.0
-            os.kill(store.pid, signal.SIGCONT)
 
 
 @pytest.mark.long

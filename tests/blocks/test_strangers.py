@@ -11,29 +11,21 @@ import torch
 
 from helpers.crew_workers import SECRET, Store, Workers
 from manyhands._ranks.message_box import HeartbeatMonitor
-from manyhands.blocks.crew import _store
-from manyhands.blocks.crew._crew import Crew, GlooTransport
+from manyhands.blocks.crew import _shared_roster
+from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Member, Roster, Version
-from manyhands.blocks.crew._store import (
-    REVISION,
-    ROSTER,
-    SharedRoster,
-    SignedStore,
-    Signer,
-    StoreClient,
-    StoreConnection,
-    connect_to_store,
-)
+from manyhands.blocks.crew._shared_roster import REVISION, ROSTER, SharedRoster
+from manyhands.blocks.crew._store import Signer, StoreClient, connect_to_store
+from manyhands.blocks.crew._transport import GlooTransport, SignedStore, StoreConnection
 from manyhands.errors import StoreLost
-from test_run_command import Command, free_port
 
 OTHER = "a secret that is not the run's"
-REPAIR_DELAY = _store.REPAIR_DELAY
+REPAIR_DELAY = _shared_roster.REPAIR_DELAY
 
 
 @pytest.fixture(autouse=True)
 def repair_soon(monkeypatch):
-    monkeypatch.setattr(_store, "REPAIR_DELAY", 0.5)
+    monkeypatch.setattr(_shared_roster, "REPAIR_DELAY", 0.5)
 
 
 @pytest.fixture
@@ -170,8 +162,8 @@ def test_what_only_a_dead_process_has_read_is_lost_with_it(store):
 
 
 def test_a_stranger_that_does_not_stop_is_an_error(store, monkeypatch):
-    monkeypatch.setattr(_store, "REPAIR_TIMEOUT", 1.0)
-    monkeypatch.setattr(_store, "REPAIR_DELAY", 0.1)
+    monkeypatch.setattr(_shared_roster, "REPAIR_TIMEOUT", 1.0)
+    monkeypatch.setattr(_shared_roster, "REPAIR_DELAY", 0.1)
     ours, stranger = shared(store), connect_to_store(store.address)
     ours.change(lambda roster: roster.ask_to_join(Member("0.1", Version(3))))
 
@@ -291,7 +283,9 @@ class Stranger:
 
 @pytest.mark.long
 def test_a_crew_goes_on_whatever_a_stranger_writes(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(_store, "REPAIR_DELAY", REPAIR_DELAY)  # a heartbeat comes every 0.4 s
+    monkeypatch.setattr(
+        _shared_roster, "REPAIR_DELAY", REPAIR_DELAY
+    )  # a heartbeat comes every 0.4 s
 
     def is_known_to_others() -> bool:
         """Stop worker 1, and wake it again unless the others have read its last decision, too."""
@@ -319,50 +313,11 @@ def test_a_crew_goes_on_whatever_a_stranger_writes(store, tmp_path, monkeypatch)
         assert done == [400] * 3
 
 
-RUN = """
-    import os, time
-    from manyhands.blocks.crew._crew import Crew
-    from manyhands.blocks.crew._roster import Version
-    crew = Crew()
-    crew.join()
-    print("in", flush=True)
-    for _ in range(10**9):
-        if os.path.exists("enough"):
-            break
-        time.sleep(0.02)
-        crew.settle(True)
-        if crew.regroup_due:
-            crew.regroup(Version(1))
-    crew.leave()
-    print("done", crew.ignored, flush=True)
-"""
-
-
-@pytest.mark.long
-def test_one_write_to_the_roster_does_not_end_a_run(tmp_path):
-    address = f"127.0.0.1:{free_port()}"
-    with Command(tmp_path, RUN, "--workers", "2", "--listen", address) as command:
-        command.until(r"\[0\] in")
-        command.until(r"\[1\] in")
-        stranger = connect_to_store(address)
-        forged = forged_rosters()
-        for name in ("a finished run, not signed", "a finished run, signed by a stranger"):
-            stranger.set(ROSTER, forged[name])
-            until = time.monotonic() + 15
-            while stranger.get(ROSTER).decode() == forged[name]:
-                assert time.monotonic() < until, command.said()
-                time.sleep(0.05)
-        (tmp_path / "enough").touch()
-        assert command.wait(30) == 0
-    assert command.out.read_text().count("done") == 2
-    assert "value(s) in the store were ignored here" in command.err.read_text()
-
-
 def test_a_worker_with_another_secret_gets_an_error_and_changes_nothing(store, monkeypatch):
     ours = shared(store)
     ours.change(lambda roster: roster.ask_to_join(Member("0.1", Version(3))))
     before = ours.client.fetch(ROSTER)
-    monkeypatch.setattr(_store, "REPAIR_TIMEOUT", 0.5)
+    monkeypatch.setattr(_shared_roster, "REPAIR_TIMEOUT", 0.5)
     with pytest.raises(ValueError, match=r"cannot be used: it is not signed .* the same MANY"):
         shared(store, OTHER)
     assert ours.client.fetch(ROSTER) == before

@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 
 from helpers.crew_workers import SECRET, Store
 from manyhands._ranks.message_box import HeartbeatMonitor
-from manyhands.blocks.crew import _crew, _roster, _store
+from manyhands.blocks.crew import _crew, _roster, _shared_roster
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster, Version
-from manyhands.blocks.crew._store import (
-    SharedRoster,
-    Signer,
-    StoreClient,
-)
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import Signer, StoreClient
 from manyhands.errors import WorkerLost
 
 STALL = 0.5
@@ -79,7 +76,7 @@ def test_a_report_holds_until_its_process_is_heard_again_or_asks_to_join():
 
 def test_all_learn_within_the_stall_time_and_that_it_was_heard_again(monkeypatch):
     monkeypatch.setattr(_roster, "WATCHED", 2)
-    monkeypatch.setattr(_store, "WATCHED", 2)
+    monkeypatch.setattr(_shared_roster, "WATCHED", 2)
     with Store() as store:
         crew = []
         for number in range(9):
@@ -115,7 +112,7 @@ def test_all_learn_within_the_stall_time_and_that_it_was_heard_again(monkeypatch
 
 
 def test_a_stopped_member_is_known_to_all_before_anyone_waits_for_it(monkeypatch):
-    for module in (_crew, _roster, _store):
+    for module in (_crew, _roster, _shared_roster):
         monkeypatch.setattr(module, "WATCHED", 1)
     monkeypatch.setattr(Crew, "_connect", lambda self: True)
     with Store() as store, ThreadPoolExecutor() as threads:
@@ -140,13 +137,13 @@ def test_a_stopped_member_is_known_to_all_before_anyone_waits_for_it(monkeypatch
 
 
 def test_members_ask_for_each_other_but_not_for_those_that_are_gone(monkeypatch):
-    monkeypatch.setattr(_store, "ASK_SPREAD", 0.0)
+    monkeypatch.setattr(_shared_roster, "ASK_SPREAD", 0.0)
     far = Version(9)
     with Store() as store:
         client = StoreClient(store.address, 1.0, Signer(SECRET))
         shared = SharedRoster(client, HeartbeatMonitor(5.0))
         shared.change(lambda _: crew_of(5, run=shared.roster.run).without("4.1"))
-        newer = Member("2.1", far, cut_from=("4.1",))
+        newer = Member("2.1", Version(10))
         shared.change(lambda roster: roster.ask_to_join(newer))
         for number in (1, 2, 4):
             client.append("manyhands/asks/1", Roster(waiting=(Member(f"{number}.1", far),)).text)
@@ -156,7 +153,7 @@ def test_members_ask_for_each_other_but_not_for_those_that_are_gone(monkeypatch)
         assert shared.roster.ended
         assert {m.id for m in shared.roster.waiting} == {"0.1", "1.1", "2.1"}
         assert newer in shared.roster.waiting  # not its line, which may be older
-        again = Member("0.1", far, cut_from=("1.1",))
+        again = Member("0.1", Version(10))
         shared.ask_to_join(again)
         assert again in shared.roster.waiting
         assert random.getstate() == drawn  # a script's batches may depend on it

@@ -4,9 +4,6 @@ A worker goes down a slope of 1, which its two processes see as the mean of 0.5 
 steps all parameters are -n, or work is lost.
 """
 
-import os
-import random
-import signal
 import time
 
 import pytest
@@ -111,21 +108,11 @@ class PairedWorkers(Workers):
     def wait_for_rounds(self, number, rounds):
         self.until(lambda: len(self.events(number, "round")) >= rounds)
 
-    def restart(self, worker, steps, options, report):
-        """As a launcher does when one of its processes has died."""
-        for part in range(PARTS):
-            number = PARTS * worker + part
-            if number in self.pids:
-                self.kill(number, report)
-            elif report:
-                self.shared.report_end(number)
-        self.start([worker], steps, options)
-
 
 def train(crew, log, steps, part, options):
     model = nn.Linear(100, 1, bias=False)
     nn.init.zeros_(model.weight)
-    sharded, hangs = options.pop("sharded", False), options.pop("hangs", None)
+    sharded = options.pop("sharded", False)
     inside = mh.FSDP(model) if sharded else DistributedDataParallel(model)
     inner = {} if sharded else {"inner_group": dist.group.WORLD}
     inner_optimizer = SGD(inside.parameters(), lr=1.0)
@@ -135,8 +122,6 @@ def train(crew, log, steps, part, options):
     while optimizer.steps < steps():
         optimizer.zero_grad()
         inside(torch.full((1, 100), 0.5 + part)).sum().backward()
-        if (crew.number, optimizer.steps) == (hangs, 23):
-            time.sleep(4.0)  # and beats
         optimizer.step()
         if optimizer.rounds != rounds:
             rounds = optimizer.rounds
@@ -191,40 +176,6 @@ def test_a_pair_that_loses_a_process_ends_and_comes_back_as_one(store, tmp_path)
         steps = workers.finish_together(100)
         check(workers, 3, steps)
         assert workers.events(0, "done")[-1]["workers"] == 3
-
-
-@pytest.mark.long
-def test_pairs_go_on_without_one_that_hangs_for_longer_than_patience(store, tmp_path):
-    with PairedWorkers(store, tmp_path, expected=2, stall=0.6, patience=1.5) as workers:
-        workers.start(range(2), 250, {"every": 5, "hangs": 1})
-        workers.until(lambda: workers.last(0, "round", "workers") == 2)
-        workers.until(lambda: workers.last(1, "round", "workers") == 1)
-        workers.finish()
-        check(workers, 2, 250)
-        assert workers.events(0, "done")[-1]["workers"] == 2
-
-
-@pytest.mark.long
-def test_pairs_killed_at_any_moment_never_differ(store, tmp_path):
-    with PairedWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
-        dice = random.Random(5)
-        options = {"every": 6, "codec": "int8"}
-        workers.start(range(3), None, options)
-        workers.wait_for_rounds(0, 1)
-        for _ in range(4):
-            time.sleep(0.1 + 0.3 * dice.random())
-            victim = dice.choice(workers.present(2 * PARTS))
-            os.kill(workers.pids[victim], signal.SIGKILL)
-            time.sleep(0.2 * dice.random())
-            workers.restart(victim // PARTS, None, options, report=dice.random() < 0.7)
-        workers.finish_together(100)
-        states = {}
-        for number in range(PARTS * 3):
-            for e in workers.events(number, "round"):
-                place = (number % PARTS, e["rounds"])
-                assert states.setdefault(place, e["state"]) == e["state"]
-        done = [workers.events(number, "done")[-1] for number in range(PARTS * 3)]
-        assert len({str(e["values"]) for e in done}) == 1
 
 
 def test_a_worker_of_another_size_is_an_error(store, tmp_path):

@@ -38,13 +38,8 @@ import torch.distributed as dist
 from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Version
-from manyhands.blocks.crew._store import (
-    SECRET_VARIABLE,
-    SharedRoster,
-    Signer,
-    StoreClient,
-    serve_store,
-)
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import SECRET_VARIABLE, Signer, StoreClient, serve_store
 from manyhands.errors import WorkerLost
 
 SECRET = "the secret of the tests"

@@ -188,11 +188,6 @@ ROW = 32_768  # elements per row in `norm`
 SHORT = 2 * ROW  # elements that are summed directly
 
 
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return torch's counts of in-place changes, which exclude changes through `.data`."""
-    return [tensor._version for tensor in tensors]
-
-
 def norm(grad: Tensor) -> Tensor:
     """Return |grad| as a tensor without dimensions, in float32 or wider."""
     # A CPU adds squares sequentially; a float32 norm over ten million elements is 7e-4 too small.

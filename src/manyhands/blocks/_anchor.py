@@ -38,11 +38,8 @@ from manyhands._tensors.flat import (
     accumulation_dtype,
     group_by_type,
     local_shard,
-    norm,
     read_range,
-    versions_of,
 )
-from manyhands._warn import warn
 from manyhands.blocks.averaging._codec import Codec
 from manyhands.blocks.averaging._payload import MAX_CHUNK, Payload, RoundResult, fingerprint
 
@@ -61,7 +58,6 @@ class AnchorBucket:
     device: torch.device  # of the parameters
     param_dtype: torch.dtype  # real, also for complex parameters
     span: tuple[int, int]  # this rank's slice of the parameters' elements
-    part: int = 0  # index of the optimizer that steps the parameters
 
     @property
     def vector(self) -> FlatTensors:
@@ -106,7 +102,6 @@ class AnchorDifference(Payload):
             self.residual = bucket.residual[start:stop]
         self.params = bucket.vector
         self.outer = outer
-        self.part = bucket.part
         self.held: Tensor | None = None  # with overlap: the difference as sent
         self.arrived: Tensor | None = None  # the mean, until `merge`
 
@@ -211,7 +206,7 @@ class Anchor:
     inner: RankGroup = field(default_factory=RankGroup)
     buckets: list[AnchorBucket] = field(default_factory=list)
 
-    def extend(self, params: Sequence[Tensor], part: int = 0) -> None:
+    def extend(self, params: Sequence[Tensor]) -> None:
         for group in group_by_type(params):
             vector = FlatTensors(group)
             device = group[0].device
@@ -226,7 +221,7 @@ class Anchor:
             if self.codec.rounds:
                 residual = torch.zeros(anchor.numel(), dtype=dtype, device=device)
             self.buckets.append(
-                AnchorBucket(group, anchor, memories, residual, device, param_dtype, span, part)
+                AnchorBucket(group, anchor, memories, residual, device, param_dtype, span)
             )
 
     def begin(self) -> None:
@@ -306,19 +301,6 @@ class Anchor:
                 found.append(AnchorDifference(bucket, span, self.codec, self.outer))
         return found
 
-    def moved(self) -> bool:
-        """Return whether parameters differ from the anchor by more than rounding."""
-        for part in self.differences(range(self.fragments)):
-            rounding = 8 * torch.finfo(part.bucket.param_dtype).eps  # after a change and an undo
-            anchor = part.bucket.anchor[part.start : part.start + part.length]
-            for start in range(0, part.length, MAX_CHUNK):
-                here = anchor[start : start + MAX_CHUNK].nan_to_num(0.0, 0.0, 0.0)
-                moves = torch.empty_like(here, device=part.device)
-                part.read(start, moves)  # NaN where anchor and parameter are infinite
-                if norm(moves.nan_to_num_(0.0)).item() > rounding * norm(here).item():
-                    return True
-        return False
-
     def restore_params(self) -> None:
         """Set the parameters to the anchor, discarding the steps of the current block."""
         for bucket in self.buckets:
@@ -333,31 +315,6 @@ class Anchor:
         for bucket in self.buckets:
             if bucket.residual is not None:
                 bucket.residual = torch.zeros_like(bucket.residual)
-
-
-class ParamWatch:
-    """A check that warns once if parameters change between two blocks."""
-
-    def __init__(self, anchor: Anchor) -> None:
-        self._anchor = anchor
-        self._versions: list[int] = []  # torch's version counters of the parameters
-        self._warned = False
-
-    def note(self) -> None:
-        if not self._warned:
-            self._versions = versions_of(self._anchor.params)
-
-    def check(self) -> None:
-        changed = not self._warned and versions_of(self._anchor.params) != self._versions
-        if changed and self._anchor.moved():
-            self._warned = True
-            warn(
-                "the parameters have changed since the optimizer was wrapped or since the last "
-                "sync round, other than by optimizer steps. The next round counts this change as "
-                "training. Load weights before you wrap the optimizer, or together with its state: "
-                "mh.load(..., model=model, optimizer=optimizer).",
-                RuntimeWarning,
-            )
 
 
 # -- outer steps -----------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Checks of arguments, of combinations of options, and of agreement between workers.
 
 Averaged gradients: inside `DistributedDataParallel` or `ShardedDataParallel`, all workers take
-equal steps, so sync rounds have no effect, but DDP's traffic remains. The constructor raises or
-warns if it finds such a wrapper. Otherwise a warning follows the first block if all workers moved
-identically.
+equal steps, so sync rounds have no effect, but DDP's traffic remains. A warning follows the first
+block if all workers moved identically (`RoundStats.record`). The constructor raises an error if the
+optimizer shards its updates over the workers.
 
 Saved runs: options are saved under the engine's names ("every", "outer.momentum"), so that a run
 can continue under a different class with the same method. `names` maps these names to the class's
@@ -12,7 +12,6 @@ names for messages, such as `block_momentum` for `BMUF`.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Mapping, Sequence
 
@@ -22,7 +21,6 @@ from torch.optim import LBFGS, Optimizer
 
 from manyhands._arguments import flag
 from manyhands._optimizers.foreign import advice, find_prepared
-from manyhands._optimizers.modules import modules_holding
 from manyhands._optimizers.several import SeveralOptimizers
 from manyhands._optimizers.state_parts import ShardedOptimizer
 from manyhands._optimizers.wrappers import OptimizerWrapper, unwrap
@@ -173,46 +171,17 @@ def _describe_shards(params: Sequence[Tensor]) -> list[str]:
 # -- averaged gradients ----------------------------------------------------------------------------
 
 
-def check_not_averaged(
-    class_name: str, workers: RankGroup, optimizer: Optimizer, model: nn.Module | None
-) -> None:
-    if workers.size == 1:
-        return
-    way_out = (
-        f"{class_name} needs a model without it. Pass the ranks of a single worker as "
-        f"inner_group=, and one rank of each worker as process_group=.{advice('no DDP')}"
-    )
+def check_not_averaged(class_name: str, workers: RankGroup, optimizer: Optimizer) -> None:
     inner = unwrap(optimizer)[-1]
-    if isinstance(inner, ShardedOptimizer) and _groups_overlap(inner.group, workers):
-        raise ValueError(f"{type(inner).__name__} shards its updates over these workers. {way_out}")
-    if model is not None and _averages(model) and _groups_overlap(model.process_group, workers):
-        raise ValueError(f"model= is in {type(model).__name__}, which averages too. {way_out}")
-    if _averaging_modules(optimizer, workers):
-        gc.collect()  # avoid a warning about an unreferenced wrapper
-        for kind in sorted(_averaging_modules(optimizer, workers)):
-            text = f"the parameters are in a {kind} that averages gradients, too. {way_out}"
-            warn(text, RuntimeWarning)
-
-
-def _averaging_modules(optimizer: Optimizer, workers: RankGroup) -> set[str]:
-    found = set()
-    for module, _ in modules_holding(all_params(optimizer), _averages):
-        if _groups_overlap(module.process_group, workers):
-            found.add(type(module).__name__)
-    return found
-
-
-def _averages(module: nn.Module) -> bool:
-    # torch's DDP, its subclasses and ShardedDataParallel share these two attributes.
-    attributes = vars(module)
-    return "require_backward_grad_sync" in attributes and "process_group" in attributes
-
-
-def _groups_overlap(group: object, workers: RankGroup) -> bool:
-    if not isinstance(group, dist.ProcessGroup | None):
-        return False
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return len(set(ranks) & set(workers.ranks)) > 1
+    if workers.size == 1 or not isinstance(inner, ShardedOptimizer):
+        return
+    ranks = dist.get_process_group_ranks(inner.group or dist.group.WORLD)
+    if len(set(ranks) & set(workers.ranks)) > 1:
+        raise ValueError(
+            f"{type(inner).__name__} shards its updates over these workers, and {class_name} needs "
+            "a separate optimizer on each worker. Pass the ranks of a single worker as "
+            f"inner_group=, and one rank of each worker as process_group=.{advice('no DDP')}"
+        )
 
 
 # -- saved runs ----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Counters(BlockPlan):
     steps: int
     rounds: int
     block: list[int]  # the schedule's start and length
-    drifts: list[list[float]]  # the fields of each `Drift`
+    drifts: list[list[float]]  # a single entry: the fields of `Drift`
     seconds: float  # of a step
 
 
@@ -52,7 +52,7 @@ class CommonParts:
             "steps": state.steps,
             "rounds": state.rounds,
             "block": [self.schedule.start, self.schedule.length],
-            "drifts": list(map(list, self.stats.drifts)),
+            "drifts": [list(self.stats.drift)],
             "seconds": self.stats.seconds,
             **self.schedule.to_state(),
         }
@@ -61,7 +61,7 @@ class CommonParts:
         start, length = saved["block"]
         self.schedule.begin(start, length)
         self.schedule.load_state(saved, self.samples.number)
-        self.stats.drifts = [Drift(*each) for each in saved["drifts"]]
+        self.stats.drift = Drift(*saved["drifts"][0])
         self.stats.seconds = saved["seconds"]
 
     # -- state transfer ------------------------------------------------------------------------

@@ -1,16 +1,13 @@
 """`LocalSGD`, `DiLoCo`, `SlowMo` and `BMUF`: `Blocks` with the outer steps of these papers.
 
 Each method passes `**options` to `Blocks`. Type checkers and editors read the option names and
-types from a TypedDict. For `help()` and the reference page, `list_options` copies signature and
-descriptions from `Blocks`.
+types from a TypedDict.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, TypedDict
 
 import torch.distributed as dist
 from torch import nn
@@ -24,8 +21,6 @@ from manyhands.blocks.crew._crew import Crew
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in `typing` from Python 3.11 on
-
-Method = TypeVar("Method", bound=type[Blocks])
 
 
 class CommonOptions(TypedDict, total=False):
@@ -52,38 +47,11 @@ class BlockOptions(CommonOptions, total=False):
     process_group: dist.ProcessGroup | None
 
 
-def list_options(passed_on: type[CommonOptions]) -> Callable[[Method], Method]:
-    """Add the options that a method passes to `Blocks` to its signature and docstring."""
-
-    def decorate(method: Method) -> Method:
-        init: Any = method.__init__
-        own = inspect.signature(init)
-        blocks = inspect.signature(Blocks.__init__)
-        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        more = [p for p in blocks.parameters.values() if p.name in passed_on.__annotations__]
-        init.__signature__ = own.replace(parameters=[*named, *more])
-        if method.__doc__ is not None and Blocks.__doc__ is not None:  # python -OO
-            text, _, _ = inspect.cleandoc(method.__doc__).partition("\n\nArgs:\n")
-            described = _described_args(Blocks.__doc__) | _described_args(method.__doc__)
-            args = [described[p.name] for p in (*named, *more) if p.name in described]
-            method.__doc__ = f"{text}\n\nArgs:\n" + "\n".join(args)
-        return method
-
-    return decorate
-
-
-def _described_args(docstring: str) -> dict[str, str]:
-    _, _, args = inspect.cleandoc(docstring).partition("\n\nArgs:\n")
-    entries = re.split(r"\n(?=    \w+: )", args)
-    return {entry.strip().partition(":")[0]: entry for entry in entries}
-
-
 def _momentum(name: str, value: object) -> float:
     why = "At 1 or above, the effect of a block would never fade."
     return real(name, value, least=0, below=1, why=why)
 
 
-@list_options(BlockOptions)
 class LocalSGD(Blocks):
     """Blocks without an outer optimizer: the next anchor is the workers' mean.
 
@@ -97,7 +65,7 @@ class LocalSGD(Blocks):
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = mh.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), every=8)
 
-    See `Blocks` for the behavior that all methods share.
+    See `Blocks` for further options and common behavior.
     """
 
     def __init__(
@@ -110,7 +78,6 @@ class LocalSGD(Blocks):
         super().__init__(optimizer, Average(), every=every, **options)
 
 
-@list_options(BlockOptions)
 class DiLoCo(Blocks):
     """Blocks with an outer SGD with Nesterov momentum, which steps along the mean difference.
 
@@ -127,7 +94,7 @@ class DiLoCo(Blocks):
     >>> optimizer = mh.DiLoCo(optimizer, every=100, codec="int4", overlap=10, fragments=4)
 
     `lr` and `momentum` default to the paper's values. `lr` in `param_groups` is the inner learning
-    rate. See `Blocks` for the behavior that all methods share.
+    rate. See `Blocks` for further options and common behavior.
 
     Args:
         lr: the outer optimizer's learning rate.
@@ -153,7 +120,6 @@ class DiLoCo(Blocks):
         super().__init__(optimizer, outer, every=every, **options)
 
 
-@list_options(BlockOptions)
 class SlowMo(Blocks):
     """Blocks with a slow momentum, measured in units of the inner learning rate.
 
@@ -168,7 +134,7 @@ class SlowMo(Blocks):
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = mh.SlowMo(torch.optim.SGD(model.parameters(), lr=0.1), slow_momentum=0.5)
 
-    See `Blocks` for the behavior that all methods share.
+    See `Blocks` for further options and common behavior.
 
     Args:
         slow_lr: the slow learning rate α.
@@ -200,7 +166,6 @@ class SlowMo(Blocks):
         super().__init__(optimizer, outer, every=every, **options)
 
 
-@list_options(CommonOptions)
 class BMUF(Blocks):
     """Blocks with a block momentum, and with the options that fairseq documents.
 
@@ -220,8 +185,8 @@ class BMUF(Blocks):
     workers' mean, for any `block_lr`. In the first `warmup_iterations` steps each worker trains
     alone, and then all workers take worker 0's parameters. `use_nbm` equals plain momentum with
     `block_lr * (1 + block_momentum)`; Nesterov momentum is `nesterov=True`. Sync rounds follow the
-    steps with a number divisible by `global_sync_iter`. See `Blocks` for the behavior that all
-    methods share.
+    steps with a number divisible by `global_sync_iter`. See `Blocks` for further options and common
+    behavior.
 
     Args:
         block_lr: factor of the workers' mean difference.

@@ -46,7 +46,7 @@ from manyhands.blocks._schedule import Every, Schedule, check_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import CODECS
 from manyhands.blocks.averaging._payload import STATE_OPTIONS, Extras, all_params, trainable_params
-from manyhands.blocks.averaging._round import Drift, ElasticMembers
+from manyhands.blocks.averaging._round import ElasticMembers
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import MemberFacts
 from manyhands.blocks.crew._roster import NO_VERSION
@@ -184,12 +184,12 @@ class Blocks(OptimizerWrapper):
             self._options,
             mix,
         )
-        self._begin(model)
+        self._begin()
 
     def _bound(self) -> Optimizer:
         return self._inner
 
-    def _begin(self, model: nn.Module | None) -> None:
+    def _begin(self) -> None:
         self._scheduled = {self._inner, *optimizers_in(self._inner)}
         sync = self._sync
         params = trainable_params(self._inner)
@@ -209,9 +209,17 @@ class Blocks(OptimizerWrapper):
             sync.regroup()
             return
         workers = sync.members.workers
-        self._all_workers = workers
-        check_not_averaged(type(self).__name__, workers, self._inner, model)
-        self._check_agreement(everything, buffers)
+        check_not_averaged(type(self).__name__, workers, self._inner)
+        options = rename_options(self._compared(), self._names)
+        check_agreement(
+            type(self).__name__,
+            workers,
+            sync.anchor.inner,
+            {**options, "shared_memory": self._shared_memory},
+            everything,
+            buffers,
+            sync.extras.modules,
+        )
         sync.members.choose_transport(
             [param.device for param in everything],
             background=sync.schedule.overlap > 0,
@@ -220,18 +228,6 @@ class Blocks(OptimizerWrapper):
         )
         workers.broadcast_from_first([local_shard(tensor) for tensor in [*everything, *buffers]])
         sync.anchor.begin()
-
-    def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
-        options = rename_options(self._compared(), self._names)
-        check_agreement(
-            type(self).__name__,
-            self._all_workers,
-            self._sync.anchor.inner,
-            {**options, "shared_memory": self._shared_memory},
-            params,
-            buffers,
-            self._sync.extras.modules,
-        )
 
     def _compared(self) -> dict[str, Value]:
         if not isinstance(self._inner, SeveralOptimizers):
@@ -285,13 +281,6 @@ class Blocks(OptimizerWrapper):
         """Return plain numbers about the last sync rounds, for logs and `Record`."""
         sync = self._sync
         stats = sync.stats
-        drift, *parts = stats.drifts
-        drifts = {}
-        if isinstance(self._inner, SeveralOptimizers):  # for each optimizer: "distance_AdamW"
-            parts = parts or [Drift()] * len(self._inner.names)  # before the first round: NaN
-            for name, part in zip(self._inner.names, parts, strict=False):
-                for field, value in part._asdict().items():
-                    drifts[f"{field}_{name}"] = value
         inner = {}
         if hasattr(self._inner, "snapshot"):
             inner = self._inner.snapshot()
@@ -304,14 +293,11 @@ class Blocks(OptimizerWrapper):
             "every": sync.schedule.length,
             "own_every": sync.schedule.own,  # of this worker
             "own_steps": sync.state.own,
-            "distance": drift.distance,
-            "spread": drift.spread,
-            "cosine": drift.cosine,
+            **stats.drift._asdict(),
             "left_out": stats.left_out_ever,
             "undone": stats.undone,
             "dropped": sync.state.dropped,  # steps of this worker that entered no mean
             "waited": stats.waited,
-            **drifts,
         }
 
     # -- stepping ------------------------------------------------------------------------------
@@ -331,7 +317,6 @@ class Blocks(OptimizerWrapper):
         else:
             if not self.alone:
                 self._add_unfrozen_params()
-                sync.before_step()
             result = self._step_inner(signals, closure, *args, **kwargs)
         for each in self._scheduled:
             each._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
@@ -340,7 +325,6 @@ class Blocks(OptimizerWrapper):
             began = time.perf_counter()
             with torch.no_grad():
                 sync.after_step()
-            sync.note_params()
             if isinstance(self._inner, OptimizerWrapper):
                 self._inner.after_sync(time.perf_counter() - began)
         return result
@@ -390,9 +374,9 @@ class Blocks(OptimizerWrapper):
                 self._extend_anchor(new)
 
     def _extend_anchor(self, params: Sequence[Tensor]) -> None:
-        for number, each in enumerate(optimizers_in(self._inner)):
+        for each in optimizers_in(self._inner):
             own = set(map(id, all_params(each)))
-            self._sync.anchor.extend([param for param in params if id(param) in own], number)
+            self._sync.anchor.extend([param for param in params if id(param) in own])
 
     def count_samples(self, samples: int) -> None:
         """Weight the next step by a number of samples (or tokens). Repeated calls add up.
@@ -416,27 +400,13 @@ class Blocks(OptimizerWrapper):
         self._inner.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group on every worker, with worker 0's values."""
-        if isinstance(self._sync.members, ElasticMembers):
+        """Add a parameter group to the optimizer of a single worker."""
+        if not self.alone:
             raise RuntimeError(
-                "add_param_group() does not work with a crew. Pass all parameters to the "
-                "optimizer's constructor."
+                "add_param_group() needs a single worker without a crew. Pass all parameters to "
+                "the optimizer's constructor, and set requires_grad of parameters that train later."
             )
-        # Add first, because the agreement check reads the group.
         self._inner.add_param_group(param_group)
-        if self.alone:
-            return
-        with torch.no_grad():
-            self._sync.end_block()  # with own steps, some workers may have completed its round
-            self._sync.merge_pending()
-        try:
-            self._check_agreement(all_params(self._inner), [])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        new = self.param_groups[-1]["params"]
-        self._all_workers.broadcast_from_first(list(map(local_shard, new)))
-        self._add_unfrozen_params()
 
     # -- sync rounds outside of the schedule --------------------------------------------------
 
@@ -541,7 +511,8 @@ class Blocks(OptimizerWrapper):
         """Return the inner optimizer's state, with the state of the blocks under "blocks".
 
         Each worker has a different state. If each worker loads the state that it saved, training
-        continues bit for bit. Any number of workers can load worker 0's state.
+        continues bit for bit. A mean in flight, with `overlap`, is not saved: the next round
+        includes its steps. Any number of workers can load worker 0's state.
         """
         state = self._inner.state_dict()
         state[_saving.KEY] = {"options": self._options, **_saving.save_worker(self._sync)}

@@ -69,13 +69,10 @@ class BlockSamples:
         return max(steps, 1 / length) / length
 
     def commit(self, result: RoundResult, step: int) -> None:
-        numbers = self._members.numbers
-        reports = result.reports
-        # A round restored from a checkpoint may have a different number of workers.
-        if self.account.rules is None or len(numbers) != len(reports):
+        if self.account.rules is None:
             return
         taken = {}
-        for number, report in zip(numbers, reports, strict=True):
+        for number, report in zip(self._members.numbers, result.reports, strict=True):
             taken[number] = int(report.drawn)
         self.account.commit(taken, self.number, step)
 

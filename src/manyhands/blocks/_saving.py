@@ -1,7 +1,8 @@
 """Save and load the state of blocks.
 
 `save_worker` serves the optimizer's `state_dict`, which differs between workers and may be saved
-inside a block. `save_counters` and `load_counters` serve checkpoints that all workers share; their
+inside a block. A round in flight is not saved: its differences are part of the next round of their
+fragments. `save_counters` and `load_counters` serve checkpoints that all workers share; their
 tensors are saved by `checkpoint/_optimizer.py`.
 """
 
@@ -17,19 +18,11 @@ from torch import Tensor
 
 from manyhands._optimizers.state_parts import BELOW, SavedEntries, StatePart
 from manyhands._tensors.flat import FlatTensors
-from manyhands.blocks._anchor import Anchor, AnchorState, memory_order
+from manyhands.blocks._anchor import AnchorState, memory_order
 from manyhands.blocks._checks import Names, Options, check_options
 from manyhands.blocks._common_state import Counters
-from manyhands.blocks._sync import PendingRound, Sync
-from manyhands.blocks.averaging._payload import (
-    REPORT,
-    RoundResult,
-    SnapshotPayload,
-    Squares,
-    Work,
-    WorkerReport,
-)
-from manyhands.blocks.averaging._round import BackgroundSync
+from manyhands.blocks._sync import Sync
+from manyhands.blocks.averaging._payload import Work
 
 KEY = "blocks"
 FORMAT = 3
@@ -42,7 +35,6 @@ class SavedWorker(Counters, AnchorState):
     workers: list[int]  # number of workers, and rank of this worker
     diverged: bool
     residual: list[Tensor | None]
-    pending: list[dict[str, object]]  # rounds in flight, from `save_round`
     totals: list[int]  # exclusions of workers, and undone rounds
     left_out: list[int]  # of the last mean
     initial_state: dict[object, object]
@@ -51,12 +43,12 @@ class SavedWorker(Counters, AnchorState):
 
 
 def save_worker(sync: Sync) -> SavedWorker:
-    """Wait for the rounds in flight, and return the state for a bitwise continuation."""
     workers = sync.members.workers
     state = sync.state
-    pending = []
-    if not sync.members.elastic:  # a crew sends differences again when due
-        pending = [save_round(each) for each in sync.pending]
+    residual: list[Tensor | None] = []
+    for bucket in sync.anchor.buckets:
+        # A round in flight writes to the residual.
+        residual.append(None if sync.pending else bucket.residual)
     return {
         "format": FORMAT,
         **sync.common.counters(state),
@@ -65,11 +57,10 @@ def save_worker(sync: Sync) -> SavedWorker:
         "left_out": sync.stats.left_out,
         "workers": [workers.size, workers.rank],
         "diverged": state.diverged,
-        "residual": [bucket.residual for bucket in sync.anchor.buckets],
+        "residual": residual,
         "initial_state": sync.extras.initial_state,
         "clock": sync.clock.elapsed(state.own),
         "own": [state.own, *state.work, state.dropped, sync.schedule.taken],
-        "pending": pending,
     }
 
 
@@ -81,8 +72,6 @@ def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | Non
     entries.expect({"format": FORMAT})
     if entries.has("options"):
         check_options(entries.part("options").plain, options, names)
-    else:  # other options may change the fragments
-        saved = {**saved, "pending": []}
     entries.whole("steps")
     entries.whole("rounds")
     entries.wholes("totals", 2)
@@ -104,7 +93,7 @@ def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | Non
 
 def check_fits(state: SavedWorker, sync: Sync) -> None:
     saved = SavedEntries(state, "blocks")
-    diverged = saved.flag("diverged")
+    saved.flag("diverged")
     saved.reals("clock", 2, least=-BELOW)
     saved.wholes("workers", 2)
     saved.wholes("left_out")
@@ -113,8 +102,6 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
         raise saved.wrong("own[2]", "at most own[1]", state["own"])
     saved.part("initial_state")
     saved.each("anchor")
-    if not state["anchor"] and saved.parts("pending"):
-        raise saved.wrong("anchor", "of the tensors of rounds in flight", state["anchor"])
     if sync.alone or not state["anchor"]:  # a single worker has no anchor
         return
     if saved.real("order") != memory_order(sync.anchor.params):
@@ -122,13 +109,6 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
             "this state dict is from parameters in a different memory order, such as after "
             "model.to(memory_format=torch.channels_last). Use the memory order of the saved model."
         )
-    _check_anchor(saved, sync)
-    in_flight = [restore_round(each, sync.anchor, sync.mix) for each in saved.parts("pending")]
-    if in_flight and not diverged:
-        raise saved.wrong("diverged", "True with rounds in flight", diverged)
-
-
-def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
     buckets = sync.anchor.buckets
     workers = sync.members.workers
     has_residual = saved["workers"] == [workers.size, workers.rank]
@@ -174,10 +154,6 @@ def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
     sync.stats.left_out = list(saved["left_out"])
     if saved["initial_state"]:
         sync.extras.initial_state = copy.deepcopy(saved["initial_state"])
-    if sync.anchor.buckets and not sync.members.elastic:
-        for each in SavedEntries(saved, "blocks").parts("pending"):
-            sync.pending.append(restore_round(each, sync.anchor, sync.mix))
-            sync.state = sync.state.send(each["fragments"])
     sync.samples.restart(sync.state)
 
 
@@ -190,81 +166,14 @@ def _drop_pending(sync: Sync) -> None:
 
 def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
     # Residuals belong to the slices that a rank rounds, which depend on rank and size.
+    sync.anchor.reset_residuals()
     workers = sync.members.workers
     if saved["workers"] != [workers.size, workers.rank]:
-        sync.anchor.reset_residuals()
         return
     for bucket, residual in zip(sync.anchor.buckets, saved["residual"], strict=True):
         if bucket.residual is not None and residual is not None:
             bucket.residual.copy_(residual)
     sync.restart_clock(*saved["clock"])
-
-
-# -- rounds in flight ------------------------------------------------------------------------------
-
-
-def save_round(pending: PendingRound) -> dict[str, object]:
-    pending.background.finished()
-    result = pending.background.result
-    if result is None:
-        raise RuntimeError("a sync round failed while in flight") from pending.background.error
-    return {
-        "fragments": list(pending.fragments),
-        "merge_at": pending.merge_at,
-        "held": [difference.held for difference in pending.differences],
-        "arrived": [difference.arrived for difference in pending.differences],
-        "buffers": [mean.saved() for mean in pending.buffers],
-        "state": [mean.saved() for mean in pending.state],
-        "report": tuple(pending.report),
-        # A stop notice concerns the saving process. A loaded `Cursor` hands out samples again.
-        "reports": [tuple(report._replace(stop=0.0, drawn=0.0)) for report in result.reports],
-        "parts": [[*part.by_rank, part.of_mean] for part in result.parts],
-    }
-
-
-def restore_round(saved: SavedEntries, anchor: Anchor, mix: float | None) -> PendingRound:
-    fragments = saved.wholes("fragments")
-    if not all(fragment < anchor.fragments for fragment in fragments):
-        raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)
-    differences = anchor.differences(fragments)
-    for difference in differences:
-        difference.defer_outer_step(copied=True)
-    report = WorkerReport(*saved.reals("report", REPORT - 2, least=-BELOW))
-    reports = [WorkerReport(*row) for row in saved.rows("reports", REPORT - 2, least=-BELOW)]
-    rows = saved.each("parts")
-    parts = [_restore_squares(rows, row, len(reports)) for row in rows]
-    if not parts:
-        raise saved.wrong("parts", "of at least one", [])
-    result = RoundResult(reports, parts)
-    for name, used in (("held", report.included), ("arrived", bool(result.included))):
-        values = saved.each(name, len(differences))
-        for difference, value in zip(differences, values, strict=True):
-            memory = getattr(difference, name)
-            values.check_tensor(value, memory, finite=used)
-            memory.copy_(values[value])
-    buffers = list(map(_restore_mean, saved.parts("buffers")))
-    state = list(map(_restore_mean, saved.parts("state")))
-    done = BackgroundSync.already_done(result)
-    return PendingRound(
-        fragments, saved.whole("merge_at"), differences, buffers, state, report, done, True, mix
-    )
-
-
-def _restore_squares(saved: SavedEntries, name: str, workers: int) -> Squares:
-    squares = saved.floats(name, workers + 1)
-    if min(squares) < 0.0:
-        raise saved.wrong(name, "not negative", squares)
-    restored = Squares(workers)
-    *restored.by_rank, restored.of_mean = squares
-    return restored
-
-
-def _restore_mean(saved: SavedEntries) -> SnapshotPayload:
-    sizes = saved.wholes("sizes")
-    saved.each("keys", len(sizes))
-    saved.check_tensor("mean", torch.empty(sum(sizes), device="meta"), finite=False)
-    # (clone, because merging must not change the caller's state dict)
-    return SnapshotPayload(map(str, saved["keys"]), sizes, saved["mean"].clone())
 
 
 # -- for checkpoints -------------------------------------------------------------------------------

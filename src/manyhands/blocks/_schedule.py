@@ -131,8 +131,6 @@ class Schedule:
         timed = [pace.seconds for pace in paces if pace.taken > 0]
         if not included or not timed or min(timed) <= 0:
             return
-        if len(numbers) != len(paces):  # a round restored from a checkpoint
-            numbers = range(len(paces))
         # A new worker has no time, and gets the mean time.
         mean = sum(timed) / len(timed)
         seconds = [pace.seconds if pace.taken > 0 else mean for pace in paces]

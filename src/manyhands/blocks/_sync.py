@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from manyhands._ranks.stop_notice import stop_notice
-from manyhands.blocks._anchor import Anchor, AnchorDifference, ParamWatch
+from manyhands.blocks._anchor import Anchor, AnchorDifference
 from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._common_state import CommonParts
 from manyhands.blocks._samples import BlockSamples
@@ -114,17 +114,8 @@ class Sync:
         self.samples = BlockSamples(members, schedule)
         self.common = CommonParts(anchor, schedule, self.stats, extras, self.samples)
         self._options_checksum = fingerprint(options)
-        self._watch = ParamWatch(anchor)
 
     # -- the life of a block -------------------------------------------------------------------
-
-    def before_step(self) -> None:
-        if self.state.anchor_in_use and not self.state.diverged:
-            self._watch.check()
-
-    def note_params(self) -> None:
-        if not self.state.diverged:
-            self._watch.note()
 
     def count_step(self) -> None:
         state = self.state

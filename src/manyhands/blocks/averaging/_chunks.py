@@ -49,7 +49,7 @@ class PayloadChunk:
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
         """Read the payload, and start to send values and report.
 
-        `squares` accumulates the squared lengths of the payload's part: as sent, and unrounded.
+        `squares` accumulates the squared lengths: as sent, and unrounded.
         """
         raise NotImplementedError
 
@@ -115,8 +115,8 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[Pay
                 chunks.append(SharedMemoryChunk(payload, start, stop, workers))
             elif summable and workers.has_backend(payload.device):
                 chunk = AllReduceChunk(payload, start, stop, workers, spare)
-                # The part's squared length arrives with the last chunk.
-                if len(summed) > 1 and summed[-1].payload.part == payload.part:
+                # The squared length arrives with the last chunk.
+                if len(summed) > 1:
                     summed[-1].reports_in = 0
                 summed.append(chunk)
                 chunks.append(chunk)
@@ -153,7 +153,7 @@ class AllReduceChunk(PayloadChunk):
 
     Each worker fills in one report and leaves zeros elsewhere, so the sum contains all reports.
     Each float64 of a report is split into PARTS float32 numbers with an exact sum. To save time,
-    only the first chunk of a round, and each part's last chunk, have reports.
+    only the first and last chunk have reports.
     """
 
     has_mean = True

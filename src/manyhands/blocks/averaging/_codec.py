@@ -36,7 +36,6 @@ class Codec:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class Uncompressed(Codec):
     """Values in their original type."""
 
@@ -53,18 +52,15 @@ class Uncompressed(Codec):
         return data.view(dtype)
 
 
-@dataclass(frozen=True)
-class HalfPrecision(Codec):
-    dtype: torch.dtype
-
+class Bfloat16(Codec):
     def size(self, elements: int, dtype: torch.dtype) -> int:
-        return elements * self.dtype.itemsize
+        return elements * 2
 
     def encode(self, values: Tensor) -> Tensor:
-        return values.to(self.dtype).view(torch.uint8)
+        return values.to(torch.bfloat16).view(torch.uint8)
 
     def decode(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        return data.view(self.dtype).to(dtype)
+        return data.view(torch.bfloat16).to(dtype)
 
 
 class Grouped(Codec):
@@ -180,7 +176,7 @@ class Ternary(Grouped):
 
 CODECS: dict[str, Codec] = {
     "float32": Uncompressed(),
-    "bfloat16": HalfPrecision(torch.bfloat16),
+    "bfloat16": Bfloat16(),
     "int8": Integers(8, 256),
     "int4": Integers(4, 64),
     "ternary": Ternary(256),

@@ -124,7 +124,6 @@ class Payload:
     residual: Tensor | None = None  # (length,): accumulated rounding error
     first_only = False  # broadcast the first worker's values instead of averaging
     measured = False  # whether the drift includes this payload
-    part = 0  # the drift is measured for each part
 
     def read(self, start: int, out: Tensor) -> None:
         raise NotImplementedError
@@ -142,19 +141,15 @@ def fingerprint(options: object) -> float:
     return float(zlib.crc32(repr(options).encode()))
 
 
-class Squares:
-    def __init__(self, workers: int) -> None:
-        self.by_rank = [0.0] * workers  # as sent; 0 if not finite
-        self.exact = [0.0] * workers  # before rounding; not saved
-        self.of_mean = 0.0
-
-
 @dataclass
 class RoundResult:
     """The result of a sync round, bitwise equal on all workers."""
 
     reports: list[WorkerReport] = field(default_factory=list)  # by rank
-    parts: list[Squares] = field(default_factory=list)  # by optimizer
+    # Squared lengths of the differences:
+    squares: list[float] = field(default_factory=list)  # by rank, as sent; 0 if not finite
+    exact_squares: list[float] = field(default_factory=list)  # by rank, before rounding
+    square_of_mean: float = 0.0
 
     @property
     def included(self) -> list[int]:
@@ -262,9 +257,6 @@ class SnapshotPayload(Payload):
             vector = FlatTensors([tensors[key]])
             if len(vector) == len(mean):
                 vector.write(0, mean)
-
-    def saved(self) -> dict[str, object]:
-        return {"keys": self.keys, "sizes": self.sizes, "mean": self.values}
 
 
 def make_payloads(tensors: Mapping[str, Tensor], first_only: bool = False) -> list[TensorPayload]:

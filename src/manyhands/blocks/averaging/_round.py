@@ -47,7 +47,6 @@ from manyhands.blocks.averaging._payload import (
     SAMPLES_INCOMPLETE,
     Payload,
     RoundResult,
-    Squares,
     WorkerReport,
 )
 from manyhands.blocks.crew._crew import Crew
@@ -208,12 +207,6 @@ class BackgroundSync(threading.Thread):
         self.result: RoundResult | None = None
         self.error: BaseException | None = None
 
-    @classmethod
-    def already_done(cls, result: RoundResult) -> BackgroundSync:
-        background = cls(lambda _: result, RankGroup(), None)
-        background.run()
-        return background
-
     def start(self) -> None:
         group_closer.await_at_end(self)
         super().start()
@@ -293,8 +286,7 @@ class Drift(NamedTuple):
 class RoundStats:
     """Statistics of the last sync rounds, for `snapshot`."""
 
-    # Of the model, followed by each optimizer if there are several.
-    drifts: list[Drift] = field(default_factory=lambda: [Drift()])
+    drift: Drift = field(default_factory=Drift)
     workers: int = 0  # in the last round
     members: tuple[int, ...] = ()  # numbers of these workers
     left_out: list[int] = field(default_factory=list)  # in the last round: not finite
@@ -307,17 +299,9 @@ class RoundStats:
 
     def record(self, result: RoundResult, numbers: Sequence[int], codec: Codec) -> None:
         reports = result.reports
-        parts = result.parts
         weights = [report.weight if report.included else 0.0 for report in reports]
-        totals = list(map(sum, zip(*[part.by_rank for part in parts], strict=True)))
-        drift = Drift.of(totals, sum(part.of_mean for part in parts), weights)
-        self.drifts = [drift]
-        if len(parts) > 1:
-            for part in parts:
-                self.drifts.append(Drift.of(part.by_rank, part.of_mean, weights))
+        self.drift = Drift.of(result.squares, result.square_of_mean, weights)
         self.workers = len(reports)
-        if len(numbers) != len(reports):  # a round restored from a checkpoint
-            numbers = range(len(reports))
         self.members = tuple(numbers)
         self.left_out = []
         for number, report in zip(numbers, reports, strict=True):
@@ -326,13 +310,12 @@ class RoundStats:
         self.left_out_ever += len(self.left_out)
         self.seconds = max(report.seconds for report in reports)
         self.stop = any(report.stop for report in reports)
-        if not self.compared and drift.distance > 0:
+        if not self.compared and self.drift.distance > 0:
             self.compared = True
             # Lengths alone do not suffice: Adam's first steps have equal lengths for any gradients.
-            exact = list(map(sum, zip(*[part.exact for part in parts], strict=True)))
-            moved = [exact[rank] for rank in result.included]
+            moved = [result.exact_squares[rank] for rank in result.included]
             same_lengths = 0.0 < max(moved) <= min(moved) * (1 + EQUAL_STEPS)
-            if same_lengths and drift.cosine > codec.cosine:
+            if same_lengths and self.drift.cosine > codec.cosine:
                 warn(
                     f"in the first block all {len(moved)} workers have taken the same steps. "
                     "Either the model is in DistributedDataParallel or ShardedDataParallel (unwrap "
@@ -367,8 +350,9 @@ class SyncRound:
     def __init__(self, workers: RankGroup, report: WorkerReport) -> None:
         self.workers = workers
         self.report = report
-        self.result = RoundResult()
-        self._squares: list[list[float]] = []  # of this worker by part: as sent, and unrounded
+        zeros = [0.0] * workers.size
+        self.result = RoundResult(squares=zeros, exact_squares=zeros.copy())
+        self._squares = [0.0, 0.0]  # of this worker: as sent, and unrounded
         self._sent: deque[PayloadChunk] = deque()  # values are in flight
         self._averaging: deque[PayloadChunk] = deque()  # means are in flight
 
@@ -392,32 +376,28 @@ class SyncRound:
     def _send(self, chunk: PayloadChunk) -> None:
         while len(self._sent) >= IN_FLIGHT:
             self._start_mean(self._sent.popleft())
-        part = chunk.payload.part
-        while len(self._squares) <= part:
-            self._squares.append([0.0, 0.0])
-            self.result.parts.append(Squares(self.workers.size))
-        chunk.send_values(self.report, self._squares[part])
+        chunk.send_values(self.report, self._squares)
         self._sent.append(chunk)
 
     def _start_mean(self, chunk: PayloadChunk) -> None:
         while len(self._averaging) >= IN_FLIGHT:
             self._finish(self._averaging.popleft())
         reports = chunk.receive_reports()
-        if not self.result.reports:  # the reports with the first chunk apply to all chunks
-            self.result.reports = [WorkerReport(*numbers[: REPORT - 2]) for numbers in reports]
-            _check_reports(self.result.reports)
-        if reports:  # with the squared lengths of all chunks of the part so far
-            part = self.result.parts[chunk.payload.part]
-            for rank in self.result.included:
-                part.by_rank[rank], part.exact[rank] = reports[rank][-2:]
-        chunk.send_mean(self.result)
+        result = self.result
+        if not result.reports:  # the reports with the first chunk apply to all chunks
+            result.reports = [WorkerReport(*numbers[: REPORT - 2]) for numbers in reports]
+            _check_reports(result.reports)
+        if reports:  # with the squared lengths of all chunks so far
+            for rank in result.included:
+                result.squares[rank], result.exact_squares[rank] = reports[rank][-2:]
+        chunk.send_mean(result)
         if chunk.has_mean:
             self._finish(chunk)
         else:
             self._averaging.append(chunk)
 
     def _finish(self, chunk: PayloadChunk) -> None:
-        self.result.parts[chunk.payload.part].of_mean += chunk.write_mean(self.result)
+        self.result.square_of_mean += chunk.write_mean(self.result)
 
 
 def _check_reports(reports: Sequence[WorkerReport]) -> None:

@@ -10,5 +10,7 @@ _crew.py           `Crew`: join, settle rounds, regroup, leave
 _grace.py          how long to wait for late members
 _enrollment.py     compare facts, and wait for the next generation
 _roster.py         the roster: members, and every decision
-_store.py          signed values, heartbeats and roster in the store
+_shared_roster.py  the roster, heartbeats and arrivals in the store
+_transport.py      the gloo group of a generation
+_store.py          signed values, and calls that cannot hang
 """

@@ -26,37 +26,19 @@ a member has left.
 
 _roster.py contains the shared decisions. _enrollment.py admits processes to a generation. The
 training state belongs to the caller.
-
-gloo cannot cancel a message to a suspended process (torch 2.13: `abort` has no effect, and the
-message waits for the timeout). On Linux, we therefore shut down the connections of the group, and
-every pending message fails at both ends. In rare cases gloo forgets a message on a broken
-connection. The destructor of the group then waits for the timeout, so a separate thread destroys
-groups.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import socket
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from manyhands._arguments import number_in, real, whole
-from manyhands._ranks.groups import (
-    HeldGroup,
-    gloo_devices,
-    group_closer,
-    make_gloo,
-    open_pairs,
-    shut_connections,
-)
 from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands._ranks.ranks import RankGroup
 from manyhands._warn import warn
@@ -69,25 +51,22 @@ from manyhands.blocks.crew._enrollment import (
 )
 from manyhands.blocks.crew._grace import GraceWindow
 from manyhands.blocks.crew._roster import NO_VERSION, WATCHED, Roster, Version
+from manyhands.blocks.crew._shared_roster import SharedRoster
 from manyhands.blocks.crew._store import (
     FIRST_PAUSE,
     PREFIX,
-    SharedRoster,
-    SignedStore,
     Signer,
     StoreClient,
-    StoreConnection,
     next_pause,
-    own_address,
     parse_address,
 )
+from manyhands.blocks.crew._transport import GlooTransport, StoreConnection, check_interface
 from manyhands.errors import StoreLost, WorkerLost
 
 PATIENCE = 600.0  # seconds, default
 AUTO = "auto"
 PATIENCE_NEEDS = f'It is at least as long as stall, or "{AUTO}".'
 REPEAT_ARRIVAL = 1.0  # seconds until a worker reports its arrival again
-CONNECT_TIMEOUT = 30.0  # seconds within which all members must connect
 JOINED_ALREADY = (
     "this worker has joined the crew already. Wrap multiple optimizers, such as Muon and AdamW, in "
     "a single list: mh.DiLoCo([muon, adamw], crew=crew). To change the members, call regroup()."
@@ -165,35 +144,27 @@ class Crew:
                 "Remove quorum."
             )
         self.regroup_due = False
-        self._membership = Membership()
+        # The numbers of the workers in rank order; `source` sends state to `joiners` (ranks).
+        self._set_members(0, ())
         self._round = 0  # index of the current round of this generation
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
         self._transport: GlooTransport | None = None
         if self.store:
             self._connection = StoreConnection(self.store, Signer.from_environment(secret))
 
-    @property
-    def generation(self) -> int:
-        return self._membership.generation
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The numbers of the workers, in rank order."""
-        return self._membership.members
-
-    @property
-    def rank(self) -> int:
-        return self._membership.rank
-
-    @property
-    def source(self) -> int:
-        """The rank that sends state to joiners."""
-        return self._membership.source
-
-    @property
-    def joiners(self) -> tuple[int, ...]:
-        """The ranks that need the state."""
-        return self._membership.joiners
+    def _set_members(
+        self,
+        generation: int,
+        members: tuple[int, ...],
+        rank: int = 0,
+        source: int = 0,
+        joiners: tuple[int, ...] = (),
+    ) -> None:
+        self.generation = generation
+        self.members = members
+        self.rank = rank
+        self.source = source
+        self.joiners = joiners
 
     @property
     def size(self) -> int:
@@ -227,7 +198,7 @@ class Crew:
         if self._connection is None:
             self._begin_alone()
             return
-        _check_interface()
+        check_interface()
         try:
             self._enroll(self._connection, facts)
             # Other members need not wait for a heartbeat if a script ends without leave().
@@ -299,7 +270,7 @@ class Crew:
                     raise
                 time.sleep(1.0)  # without a route, connecting fails immediately
         # No generation contains the new id. A restarted store counts generations from 1.
-        self._membership = Membership()
+        self._set_members(0, ())
 
     def leave(self) -> None:
         """Leave because this worker is done. Other members continue without waiting.
@@ -325,7 +296,7 @@ class Crew:
     def _depart(self, left: bool = False) -> None:
         enrollment = self._enrollment
         self._enrollment = None
-        self._membership = replace(self._membership, members=())  # the rank decides who saves
+        self.members = ()  # but not the rank, which decides who saves
         atexit.unregister(self._depart)
         if enrollment is None or enrollment.process != os.getpid():
             return
@@ -520,7 +491,7 @@ class Crew:
     # -- from one generation to the next -------------------------------------------------------
 
     def _begin_alone(self) -> None:
-        self._membership = Membership(self.generation + 1, (self.number,))
+        self._set_members(self.generation + 1, (self.number,))
         self.regroup_due = False
 
     def _enter(self, version: Version) -> None:
@@ -534,9 +505,7 @@ class Crew:
             roster = enrollment.wait_for_generation(version, self.generation, longest_wait)
             members = roster.workers
             rank = members.index(self.number)
-            self._membership = Membership(
-                roster.generation, members, rank, roster.source, roster.joiners
-            )
+            self._set_members(roster.generation, members, rank, roster.source, roster.joiners)
             self._round = 0
             self.regroup_due = False
             if roster.all_lost:
@@ -575,91 +544,6 @@ class Crew:
             self._disconnect()
         self._connection.count_failure(connected, transport.error, self.number)
         return connected
-
-
-@dataclass(frozen=True)
-class Membership:
-    generation: int = 0
-    members: tuple[int, ...] = ()
-    rank: int = 0
-    source: int = 0
-    joiners: tuple[int, ...] = ()
-
-
-class GlooTransport:
-    """A gloo group that connects in a separate thread, because connecting waits for all members."""
-
-    def __init__(
-        self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
-    ) -> None:
-        self.group: dist.ProcessGroup | None = None  # set after all members have connected
-        self._held: HeldGroup | None = None  # set when the group is created
-        self.error: Exception | None = None
-        self._aborted = False
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(
-            target=self._connect,
-            args=(connection, prefix, rank, size, timeout),
-            name="manyhands transport",
-            daemon=True,
-        )
-        group_closer.await_at_end(self._thread)
-        self._thread.start()
-
-    def wait(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def abort(self) -> None:
-        self._aborted = True
-        with self._lock:  # prevents a concurrent release
-            if self._held is not None:
-                shut_connections(self._held.epolls)
-
-    def release(self) -> None:
-        """Abort, and destroy the group in the background."""
-        # The thread that drops the last reference waits for the group's threads, so drop the
-        # reference in a thread of `group_closer`.
-        self.abort()
-        with self._lock:  # the connecting thread may release concurrently
-            held = self._held
-            self._held = None
-            self.group = None
-        if held is not None:
-            group_closer.close_when_unused(held)
-
-    def _connect(
-        self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
-    ) -> None:
-        try:
-            client = connection.acquire()
-            seconds = min(timeout, CONNECT_TIMEOUT)
-            store = SignedStore(client, prefix, connection.signer, seconds)
-            limit = timedelta(seconds=seconds)
-            held = make_gloo(store, rank, size, limit, own_address(connection.store))
-            self._held = held
-            store.exchange(rank, size)
-            open_pairs(held.group, rank, size)  # returns after all members have connected
-            held.group._set_default_timeout(timedelta(seconds=timeout))
-            connection.put_back(client)
-            self.group = held.group
-            if self._aborted:  # abort() found no sockets before the group existed
-                self.release()
-        except Exception as error:
-            self.error = error
-
-
-def _check_interface() -> None:
-    """Raise if gloo cannot use the network interface in GLOO_SOCKET_IFNAME."""
-    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        try:
-            gloo_devices()
-        except RuntimeError as error:
-            here = ", ".join(name for _, name in socket.if_nameindex())
-            raise ValueError(
-                "GLOO_SOCKET_IFNAME must name a network interface of this host that has an "
-                f"address, got {names!r}. The host has {here}."
-            ) from error
 
 
 def _or_environment(

@@ -15,25 +15,17 @@ with an error that lists the differences.
 
 Tensors are averaged by position, and only names can reveal a different order. Names are not
 compared if they are unknown or if two workers share no name (one model is wrapped).
-
-With a quorum, each worker first tries to connect to all other workers at their *doors*: ports that
-accept and close connections. The request to join lists unreachable workers, and the next generation
-is the largest set of workers that all reach each other (`Roster.together`).
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import os
-import selectors
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 
@@ -41,22 +33,11 @@ from torch import Tensor, nn
 
 from manyhands._ranks.agreement import describe_tensors, names_in
 from manyhands._ranks.ranks import RankGroup
-from manyhands.blocks.crew._fork_server import ENVIRONMENT, describe_changes
 from manyhands.blocks.crew._roster import Member, Roster, Version, number_of
-from manyhands.blocks.crew._store import (
-    FIRST_PAUSE,
-    PREFIX,
-    SharedRoster,
-    next_pause,
-    own_address,
-    parse_address,
-)
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import FIRST_PAUSE, PREFIX, next_pause
 from manyhands.errors import CrewFinished, JoinRefused, StoreLost
 
-ANSWER = 2.0  # seconds within which a door must answer
-PAUSE = 0.2  # seconds until a door retries accept()
-LOOK = 0.05  # seconds between two checks whether processes with closed doors are silent
-LOOK_AGAIN = 2.0  # seconds until a worker tries again to reach unreachable workers
 START_PATIENCE = 30.0  # seconds that the first workers wait for the expected number of workers
 LISTED = 3  # number of differences of each kind in an error message
 FINISHED = (
@@ -179,10 +160,6 @@ class Enrollment:
         self.expected = expected
         self.patience = patience
         self.quorum = quorum
-        self._door: Door | None = None
-        if quorum > 1:
-            self._door = Door(own_address(shared.client.store))
-        self._cut_from: tuple[str, ...] = ()  # ids of unreachable processes
         self.id = ""  # "number.incarnation", set by `begin_incarnation`
         self.own_ids = former_ids  # all ids that this process has used
         self.facts = NO_FACTS  # set by `check_facts`
@@ -217,41 +194,18 @@ class Enrollment:
     def begin_incarnation(self) -> None:
         client = self.shared.client
         number = self.siblings.process_number
-        if not self.own_ids:  # later changes are made by libraries
-            client.put(f"{ENVIRONMENT}{number}", describe_changes(client.signer))
         roster = self.shared.change(lambda roster: roster.count_incarnation(number))
         self.id = f"{number}.{dict(roster.incarnations)[number]}"
         self.own_ids |= {self.id}
         self.shared.id = self.id
         client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
         self.shared.monitor.reset()
-        if self._door is not None:
-            client.put(f"{PREFIX}door/{self.id}", self._door.address)
 
     def close(self) -> None:
         self._closed.set()
         if self._watch.is_alive():
             self._watch.join(1.0)
         self.shared.client.close()
-        if self._door is not None:
-            self._door.close()
-
-    def _find_unreachable(self) -> tuple[str, ...]:
-        if self._door is None:
-            return ()
-        shared = self.shared
-        ids = sorted(shared.refresh().here - {self.id} - shared.silent)
-        keys = [f"{PREFIX}door/{id}" for id in ids]
-        doors = {}
-        for id, address in zip(ids, shared.client.read_all(keys), strict=True):
-            if address:
-                doors[id] = address
-
-        def find_silent() -> frozenset[str]:
-            shared.refresh()
-            return shared.silent
-
-        return unreachable(doors, find_silent)
 
     def wait_for_generation(self, version: Version, after: int, longest_wait: float) -> Roster:
         """Wait for a generation later than `after` that includes this process, or start it.
@@ -264,8 +218,6 @@ class Enrollment:
         pause = FIRST_PAUSE
         warned = False  # about too few workers
         ended: float | None = None  # when the end of the current generation was noticed
-        self._cut_from = self._find_unreachable()
-        looked = time.monotonic()
         self._ask_to_join(version)
         while True:
             roster = shared.refresh()
@@ -282,13 +234,6 @@ class Enrollment:
                 self.begin_incarnation()
                 self._ask_to_join(version)
                 began = time.monotonic()
-            if self._cut_from and time.monotonic() - looked > LOOK_AGAIN:
-                found = self._find_unreachable()
-                looked = time.monotonic()
-                if found != self._cut_from:
-                    self._cut_from = found
-                    self._ask_to_join(version)
-                    continue
             self._check_number_is_free(roster)
             now = time.monotonic()
             waited = now - began
@@ -327,7 +272,7 @@ class Enrollment:
                 return  # the next call of this process raises the error
 
     def _ask_to_join(self, version: Version) -> None:
-        self.shared.ask_to_join(Member(self.id, version, self.siblings.incarnation, self._cut_from))
+        self.shared.ask_to_join(Member(self.id, version, self.siblings.incarnation))
 
     def _check_number_is_free(self, roster: Roster) -> None:
         # A dead incarnation may remain in the roster, so require an advancing heartbeat. Exclude
@@ -379,68 +324,3 @@ def _tensor_differences(
     if len(own) != len(run):
         lines.insert(0, f"the number of {kind}s: {len(own)} here, {len(run)} in the run")
     return lines
-
-
-# -- reachability of workers -----------------------------------------------------------------------
-
-
-class Door:
-    """A port that shows that this worker is reachable."""
-
-    def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listening = socket.create_server((host, 0), family=family, backlog=1024)
-        port = self._listening.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._closed = threading.Event()
-        threading.Thread(target=self._accept, name="manyhands door", daemon=True).start()
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._listening.accept()[0].close()
-            except OSError:
-                # Closed, or a temporary error such as too many open files. New connections wait in
-                # the backlog, which callers also accept as an answer.
-                self._closed.wait(PAUSE)
-
-    def close(self) -> None:
-        self._closed.set()
-        # shutdown() wakes a thread in accept(), unlike close().
-        with suppress(OSError):  # some systems have no shutdown of a listening socket
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-
-
-def unreachable(
-    addresses: Mapping[str, str], find_silent: Callable[[], frozenset[str]] = frozenset
-) -> tuple[str, ...]:
-    """Return the ids with closed doors; `addresses` maps ids to doors.
-
-    Do not wait for silent processes, which may be behind a network cut.
-    """
-    cut = set(addresses)
-    left = set()
-    with ExitStack() as stack, selectors.DefaultSelector() as answers:
-        for id, address in addresses.items():
-            family = socket.AF_INET6 if address.startswith("[") else socket.AF_INET
-            with suppress(OSError):  # such as too many open files
-                door = stack.enter_context(socket.socket(family))
-                door.setblocking(False)
-                error = door.connect_ex(parse_address(address))
-                if error in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):  # else: such as no route
-                    answers.register(door, selectors.EVENT_WRITE, (id, door))
-                    left.add(id)
-        until = time.monotonic() + ANSWER
-        while left:
-            answered = answers.select(LOOK)
-            for key, _ in answered:
-                id, door = key.data
-                if not door.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    cut.remove(id)
-                answers.unregister(door)
-                door.close()
-                left.remove(id)
-            if not answered and (time.monotonic() > until or left <= find_silent()):
-                break
-    return tuple(id for id in addresses if id in cut)

@@ -10,11 +10,6 @@ worker waits until the launcher knows the worker, and ends if the launcher has g
 
 A forked worker runs the script like `python SCRIPT.py`: in `__main__`, with separate arguments,
 environment, output, session and random numbers.
-
-Libraries read environment variables during import, and the server has already imported libraries.
-Workers therefore report in the store which variables their script has changed before joining. A
-worker is forked only if these variables have equal values in the server. Variables that identify a
-process (`IDENTITY`) are not compared.
 """
 
 from __future__ import annotations
@@ -26,7 +21,6 @@ import importlib.machinery
 import json
 import os
 import random
-import re
 import runpy
 import signal
 import socket
@@ -46,16 +40,11 @@ from manyhands.blocks.crew._processes import (
     say,
     tie_group_to,
 )
-from manyhands.blocks.crew._store import PREFIX, Signer
 
 ANSWER = 1.0  # seconds within which the server must fork
 REPLACE = 10.0  # seconds from the start of a server until it may be replaced
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 MESSAGE = 1 << 17  # bytes, maximum size of a message
-ENVIRONMENT = f"{PREFIX}environment/"  # key in the store, before a process number
-IDENTITY = re.compile(
-    r"MANYHANDS_\w+|TORCHELASTIC_\w+|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)"
-)
 
 
 class ForkedProcess:
@@ -84,31 +73,6 @@ class ForkedProcess:
         return self.returncode
 
 
-def changed_variables() -> dict[str, str | None]:
-    """Return the variables that changed since the start of this process; None: removed."""
-    try:
-        pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
-    except OSError:  # not Linux: nothing is forked
-        return {}
-    before = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs if pair)
-    changed = {}
-    for name in sorted({*before, *os.environ}):
-        value = os.environ.get(name)
-        if value != before.get(name) and not IDENTITY.fullmatch(name):
-            changed[name] = value
-    return changed
-
-
-def describe_changes(signer: Signer) -> str:
-    changed = changed_variables()
-    return json.dumps({name: _sign_value(signer, name, changed[name]) for name in changed})
-
-
-def _sign_value(signer: Signer, name: str, value: str | None) -> str:
-    # The value may be a password, so do not store the value.
-    return "" if value is None else signer.signature(ENVIRONMENT + name, os.fsencode(value))
-
-
 def pipes_of(process: subprocess.Popen[bytes] | ForkedProcess) -> tuple[IO[bytes], IO[bytes]]:
     assert process.stdout is not None and process.stderr is not None
     return process.stdout, process.stderr
@@ -132,7 +96,6 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self.ready = False
-        self._changed: dict[str, str | None] = {}  # variables changed by imports in the server
         # Otherwise the parent of forked workers would be init.
         linux = sys.platform.startswith("linux")
         self._works = linux and ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0) == 0
@@ -153,17 +116,7 @@ class ForkServer:
                 self.give_up(f"the fork server ended with {how_it_ended(code)}")
             self.close()  # replaced later
         elif self._socket and not self.ready and select([self._socket], [], [], 0.0)[0]:
-            changed = self._socket.recv(MESSAGE)
-            self.ready = bool(changed)  # empty if the server has just ended
-            self._changed = json.loads(changed or "{}")
-
-    def differences(self, described: str, signer: Signer) -> list[str]:
-        found = []
-        for name, signature in json.loads(described).items():
-            value = self._changed.get(name, self._environment.get(name))
-            if signature != _sign_value(signer, name, value):
-                found.append(name)
-        return found
+            self.ready = bool(self._socket.recv(1))  # empty if the server has just ended
 
     def fork(self, environment: Mapping[str, str]) -> ForkedProcess | None:
         if not self.ready or self._socket is None:
@@ -249,7 +202,7 @@ def serve() -> None:
     for module in ("torch", "torch._dynamo", "manyhands", *preload):
         importlib.import_module(module)
     gc.freeze()  # prevents garbage collections of workers from copying the pages of all objects
-    requests.send(json.dumps(changed_variables()).encode())  # ready
+    requests.send(b".")  # ready
     while True:
         request, ends, _, _ = socket.recv_fds(requests, MESSAGE, 3)
         if not request:

@@ -39,10 +39,9 @@ from torch.distributed import TCPStore
 
 from manyhands.blocks.crew import _link
 from manyhands.blocks.crew._crew import PATIENCE
-from manyhands.blocks.crew._fork_server import ENVIRONMENT, ForkedProcess, ForkServer, pipes_of
+from manyhands.blocks.crew._fork_server import ForkedProcess, ForkServer, pipes_of
 from manyhands.blocks.crew._link import CrewLink
 from manyhands.blocks.crew._processes import (
-    Guard,
     OutputForwarder,
     die_with_parent,
     how_it_ended,
@@ -50,13 +49,8 @@ from manyhands.blocks.crew._processes import (
     say,
 )
 from manyhands.blocks.crew._roster import Roster
-from manyhands.blocks.crew._store import (
-    SECRET_VARIABLE,
-    SharedRoster,
-    Signer,
-    parse_address,
-    serve_store,
-)
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import SECRET_VARIABLE, Signer, parse_address, serve_store
 
 STOP_GRACE = 30.0  # seconds from SIGTERM to SIGKILL, for ending a step and saving
 ERROR_GRACE = 5.0  # seconds from SIGTERM to SIGKILL after an error, without saving
@@ -133,7 +127,6 @@ class Launcher:
         self._exit_code: int | None = None  # set if the run must end early
         self._last_check = 0.0  # time of the last check for suspended workers
         self._output = OutputForwarder()
-        self._guard = Guard()
         self._fork_server: ForkServer | None = None
         if fork:
             self._fork_server = ForkServer(self.command, self.environment, preload, self._output)
@@ -154,13 +147,6 @@ class Launcher:
                 if self._fork_server is not None:
                     self._fork_server.close()
                 self.link.leave()
-                self._guard.close()
-                ignored = self.link.signer.ignored
-                if ignored:
-                    say(
-                        f"{ignored} value(s) in the store were ignored here, because they were "
-                        "not signed with the secret of this run or were not valid."
-                    )
         if self._stop_signal:
             return 128 + self._stop_signal  # convention of shells
         if self._exit_code is not None:
@@ -179,8 +165,7 @@ class Launcher:
         for worker in self.workers:
             is_due = worker.due is not None and worker.due <= now
             if is_due and not worker.processes and self.link.shared is not None:
-                self._start(worker)
-        self._guard.watch()
+                self._start(worker, self.link.shared.roster.run)
         shared = self.link.shared
         if self._fork_server is not None and shared is not None and shared.roster.synced:
             self._fork_server.watch()  # not earlier, while workers are starting
@@ -196,12 +181,8 @@ class Launcher:
 
     # -- starting and ending a worker ----------------------------------------------------------
 
-    def _start(self, worker: LaunchedWorker) -> None:
-        forks = self.link.ask(lambda shared: self._may_fork(shared, worker))
-        if self.link.shared is None:
-            return  # lost during this call
+    def _start(self, worker: LaunchedWorker, run: str) -> None:
         worker.began = time.monotonic()
-        run = self.link.shared.roster.run
         port = None
         if self.processes > 1:
             worker.store, name = serve_store("127.0.0.1")
@@ -209,36 +190,16 @@ class Launcher:
         for inner_rank in range(self.processes):
             own = self._own_environment(worker, inner_rank, run, port)
             forked = None
-            if forks and self._fork_server is not None:
+            if self._fork_server is not None:
                 forked = self._fork_server.fork(own)
             process = forked or self._start_fresh(own)
             worker.processes.append(process)
-            self._guard.add(process.pid)
             name = str(worker.number)
             if self.processes > 1:
                 name += f".{inner_rank}"
             for pipe, target in zip(pipes_of(process), (sys.stdout, sys.stderr), strict=True):
                 worker.pipes.append(pipe)
                 self._output.add(pipe, name, target)
-
-    def _may_fork(self, shared: SharedRoster, worker: LaunchedWorker) -> bool:
-        """Return whether libraries in the fork server have read the script's variables.
-
-        The last process with this number has reported the variables that the script changes.
-        """
-        server = self._fork_server
-        if server is None or not server.ready:
-            return False
-        for inner_rank in range(self.processes):
-            key = f"{ENVIRONMENT}{worker.number * self.processes + inner_rank}"
-            described = shared.client.read(key)
-            if not described:
-                return False  # has never joined
-            names = server.differences(described, shared.client.signer)
-            if names:
-                server.give_up(f"the script changes {', '.join(names)}")
-                return False
-        return True
 
     def _start_fresh(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -316,14 +277,13 @@ class Launcher:
     def _reap(self, worker: LaunchedWorker) -> None:
         for process in worker.processes:
             process.wait()
-            self._guard.remove(process.pid)
         self._output.finish(worker.pipes)
         worker.processes = []
         worker.pipes = []
         worker.store = None
 
     def _reap_strangers(self, server: ForkServer) -> None:
-        own = {server.pid, self._guard.pid}
+        own = {server.pid}
         for worker in self.workers:
             own.update(process.pid for process in worker.processes)
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT

@@ -26,13 +26,8 @@ from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _store
 from manyhands.blocks.crew._processes import say
 from manyhands.blocks.crew._roster import Roster, number_of
-from manyhands.blocks.crew._store import (
-    PREFIX,
-    SharedRoster,
-    Signer,
-    StoreClient,
-    parse_address,
-)
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import PREFIX, Signer, StoreClient, parse_address
 from manyhands.errors import StoreLost
 
 STOPPED_LIMIT = 60.0  # seconds of silence after which a worker is killed
@@ -89,24 +84,21 @@ class CrewLink:
     def agree_on_expected(self, expected: int | None) -> str:
         """Return the number of workers that the first round waits for.
 
-        The launcher that serves the store publishes the number. Otherwise, the first launcher to
-        wait in vain publishes the number of local workers.
+        The launcher that serves the store publishes the number.
         """
         assert self.shared is not None
         client = self.shared.client
         key = PREFIX + "expected"
+        own = str(expected or len(self._numbers))
+        if self.serving:
+            client.put(key, own)
+            return own
         until = time.monotonic() + EXPECTED_WAIT
-        while expected is None and not self.serving and time.monotonic() < until:
+        while expected is None and time.monotonic() < until:
             if published := client.read(key):
                 return published
             time.sleep(0.05)
-        own = str(expected or len(self._numbers))
-        found = client.fetch(key)
-        if published := client.text_of(key, found):
-            return published
-        # Of concurrent publications, the first counts.
-        client.call("compare_set", key, found or "", client.signer.sign(key, own))
-        return client.read(key) or own
+        return own
 
     # -- while the store answers ---------------------------------------------------------------
 

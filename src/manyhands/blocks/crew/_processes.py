@@ -1,13 +1,7 @@
 """Forward the output of a launcher's processes, and end all processes with the launcher.
 
 OutputForwarder   forwards output line by line, prefixed with the name of the process
-Guard             a process that kills workers if the launcher is killed
 die_with_parent   lets the system kill workers when the launcher dies (Linux)
-
-The guard process runs this file as a script, with the running process groups as arguments. From
-standard input it reads `+PID` for each started process group and `-PID` for each ended group. When
-the launcher dies, the pipe closes, and the guard kills the remaining groups. This file imports only
-the standard library, so that the guard starts within milliseconds and stays small.
 """
 
 from __future__ import annotations
@@ -16,7 +10,6 @@ import contextlib
 import os
 import selectors
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -107,57 +100,6 @@ def killed_from_outside(code: int) -> bool:
     return code < 0 and how_it_ended(code) not in CRASHES
 
 
-class Guard:
-    """Starts a guard process that knows all running process groups, and replaces dead guards."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._groups: set[int] = set()
-
-    def add(self, group: int) -> None:
-        self._groups.add(group)
-        self._write(f"+{group}")
-
-    def remove(self, group: int) -> None:
-        self._groups.discard(group)
-        self._write(f"-{group}")
-
-    def watch(self) -> None:
-        """Replace a killed guard, because text written to a dying guard is lost."""
-        if self._groups and not self._running:
-            self._start()
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.communicate()  # closes the input, which ends the guard
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    @property
-    def _running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def _write(self, change: str) -> None:
-        if self._running:
-            assert self._process is not None and self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # the guard was killed
-                self._process.stdin.write(f"{change}\n".encode())
-                self._process.stdin.flush()
-                return
-        self._start()
-
-    def _start(self) -> None:
-        # Pass all running groups, because the launcher may be killed before the next write.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, *map(str, self._groups)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # protects the guard from signals to this process group
-        )
-
-
 @cache
 def _lifeline() -> tuple[int, int]:
     return os.pipe()
@@ -178,26 +120,10 @@ def die_with_parent() -> dict[str, Any]:
 def tie_group_to(end: int) -> None:
     import fcntl  # not available on Windows
 
-    with contextlib.suppress(OSError):  # unsupported: rely on the guard
+    with contextlib.suppress(OSError):  # unsupported by this system
         own = os.open(f"/proc/self/fd/{end}", os.O_RDONLY)  # with a separate owner
         fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpid())
         fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC)
         os.dup2(own, end)
         os.close(own)
-
-
-def kill_groups_left_behind() -> None:
-    groups = set(map(int, sys.argv[1:]))
-    for line in sys.stdin:  # ends with the launcher
-        change = groups.add if line[0] == "+" else groups.discard
-        change(int(line[1:]))
-    for _ in range(3):  # repeat, because a child may fork while the first signal arrives
-        for group in groups:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
-        time.sleep(0.1 if groups else 0.0)
-
-
-if __name__ == "__main__":
-    kill_groups_left_behind()

@@ -73,7 +73,6 @@ class Member(NamedTuple):
     id: str
     version: Version
     worker_incarnation: int = 0  # equal in all processes of a worker that started together
-    cut_from: tuple[str, ...] = ()  # unreachable processes
 
     @property
     def number(self) -> int:
@@ -286,7 +285,7 @@ class Roster:
             return self
         # The generation ends if processes wait to join or members are gone, because the process
         # group then has the wrong size.
-        last = bool(self.admissible or self.gone)
+        last = bool(self.present(set()) or self.gone)
         synced = self.synced or sync_round
         return replace(self, rounds=round_index + 1, ended=last, ended_kept=last, synced=synced)
 
@@ -377,29 +376,6 @@ class Roster:
                 found += members
         return sorted(found, key=_number)
 
-    @property
-    def admissible(self) -> list[Member]:
-        members = set(self.ids)
-        return [m for m in self.present(set()) if members.isdisjoint(m.cut_from)]
-
-    def together(self, silent: Set[str]) -> list[Member]:
-        """Return the largest set of present processes that all reach each other, by number."""
-        # Ties are broken by the highest version, then by the lowest number.
-        found = self.present(silent)
-        apart = {frozenset((m.id, other)) for m in found for other in m.cut_from}
-        if not apart:
-            return found
-        sets = []
-        for first in found:
-            chosen = [first]
-            for member in found:
-                links = (frozenset((member.id, other.id)) for other in chosen)
-                if member is not first and apart.isdisjoint(links):
-                    chosen.append(member)
-            sets.append(chosen)
-        best = max(sets, key=lambda chosen: (len(chosen), max(m.version for m in chosen)))
-        return sorted(best, key=_number)
-
     def absent(self, silent: Set[str]) -> tuple[str, ...]:
         lost = {self.worker_of(id) for id in self.ids if id in self.gone or id in silent}
         here = self.waiting_ids
@@ -407,7 +383,7 @@ class Roster:
 
     def has_quorum(self, silent: Set[str], quorum: int) -> bool:
         """Return whether enough workers wait. Finished workers count as well."""
-        return len(self.together(silent)) + self.done >= quorum * self.processes
+        return len(self.present(silent)) + self.done >= quorum * self.processes
 
     def complete(
         self, silent: Set[str], expected: int, late: bool = False, quorum: int = 1
@@ -434,7 +410,7 @@ class Roster:
         return self
 
     def next(self, silent: Set[str]) -> Roster:
-        members = tuple(self.together(silent))
+        members = tuple(self.present(silent))
         ids = set(map(_id, members))
         # Members of the last generation and processes with a checkpoint have state.
         survivors = any(member.id in self.ids or member.version.has_state for member in members)

@@ -226,11 +226,6 @@ def axes(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def unknown_panel(key: str) -> Panel:
-    # cosine_Muon is a drift of the optimizer Muon.
-    measure, _, optimizer = key.partition("_")
-    for panel in _WELL_KNOWN:
-        if optimizer and panel.key == measure in ("distance", "spread", "cosine"):
-            return replace(panel, key=key, title=f"{panel.title}: {optimizer}")
     return Panel(key, key.replace("_", " ").capitalize(), key)
 
 
