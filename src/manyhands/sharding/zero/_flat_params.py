@@ -181,11 +181,11 @@ class Shards:
         held = []
         for bucket in self.buckets:
             for place in bucket.layout.owned(rank):
-                param = self.params[place.param]
-                if place.param in members and place.size == param.numel():
+                if place.param in members:
+                    param = self.params[place.param]
+                    if place.size < param.numel():
+                        param = flatten(param, param)[place.start : place.stop]
                     held.append(param)
-                elif place.param in members:
-                    held.append(flatten(param, param)[place.start : place.stop])
         return held
 
     @property
