@@ -166,8 +166,8 @@ class Shards:
         return unflatten(data, self.params[place.param])
 
     @property
-    def trained(self) -> list[bool]:
-        return [param.requires_grad for param in self.params]
+    def trained(self) -> set[int]:
+        return {i for i, param in enumerate(self.params) if param.requires_grad}
 
     @property
     def buckets(self) -> Iterator[FlatBucket]:
