@@ -34,7 +34,7 @@ OVERFLOWS = {1: 0, 3: 2}  # step: the rank whose loss overflows
 
 
 def scaler_of(kind, **options):
-    return kind("cpu", init_scale=1024.0, growth_interval=2, **options)
+    return kind(device="cpu", init_scale=1024.0, growth_interval=2, **options)
 
 
 def run(build, way, *, clip=False, passes=1, scaler=None):
