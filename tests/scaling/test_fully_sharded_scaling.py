@@ -214,7 +214,7 @@ def test_replicas_of_shards_are_counted_once(rule, optim, options):
 )
 def test_loss_scaling_is_divided_out(scaler, optim, options):
     def make_scaler():
-        return scaler("cpu", init_scale=2.0**120, growth_interval=3)
+        return scaler(device="cpu", init_scale=2.0**120, growth_interval=3)
 
     check_equal_to_ddp(2, NESTED, optim=optim, options=options, scaler=make_scaler, steps=12)
 

@@ -119,7 +119,7 @@ def test_adam_scale_divides_by_amsgrads_largest_moments():
 @pytest.mark.parametrize("how", [OSS_DDP, RULE_FIRST])
 def test_loss_scaling_is_divided_out(how):
     def scaler():
-        return mh.ShardedGradScaler("cpu", init_scale=2.0**120, growth_interval=3)
+        return mh.ShardedGradScaler(device="cpu", init_scale=2.0**120, growth_interval=3)
 
     check_equal_to_ddp(2, how, mh.AdaScale, SGD, SGD_OPTIONS, scaler=scaler, steps=12)
 

@@ -117,7 +117,7 @@ def test_a_rule_takes_the_steps_that_it_takes_under_ddp(way, kind):
 @contract
 def test_all_ranks_skip_the_step_that_overflows_on_one(way):
     def go(kind=mh.ShardedGradScaler):
-        run = Run(way, "SGD", scaler=kind("cpu", init_scale=4.0))
+        run = Run(way, "SGD", scaler=kind(device="cpu", init_scale=4.0))
         run.train(4, overflow_at=1, ranks=ranks_of(way))
         return [*run.whole(), torch.tensor(run.scaler.get_scale())]
 

@@ -241,18 +241,6 @@ def test_a_group_that_is_added_later_joins_in():
     check(act, build=build, model=freeze_rest, ways=AROUND_OSS[1:])
 
 
-def test_a_group_that_is_added_before_ddp_joins_in():
-    def build(model, make):
-        optimizer = make(model[0].parameters(), AdamW, lr=0.02)
-        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.07})
-        optimizer.add_param_group({"params": model[4].weight})
-        model[4].bias.requires_grad_(False)
-        optimizer.add_param_group({"params": model[4].bias, "weight_decay": 0.1})
-        return [optimizer]
-
-    check(None, build=build)
-
-
 def test_parameters_that_thaw_and_freeze_again():
     """The step count, and so Adam's correction of the bias, is each parameter's own."""
 
@@ -303,27 +291,6 @@ def test_parameters_that_freeze_between_backward_and_step(set_to_none):
 
     ranks = run_ranks(3, run, oss, AROUND_OSS[1])
     assert_same(ranks, run(plain, None))
-
-
-def test_parameters_that_thaw_before_ddp_are_clipped_and_trained():
-    def run(make, ddp):
-        rank, _ = everyone()
-        module = make_model()
-        module[0].requires_grad_(False)
-        (optimizer,) = two_rates(module, make)
-        module[0].requires_grad_(True)
-        wrapped = DistributedDataParallel(module) if ddp else module
-        x, y = make_batches(1, 1, 2)
-        if ddp:
-            loss_of(wrapped, x[0, 0, rank], y[0, 0, rank]).backward()
-            norm = optimizer.clip_grad_norm(0.1)
-        else:
-            loss_of(module, x[0, 0].flatten(0, 1), y[0, 0].flatten(0, 1)).backward()
-            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-        optimizer.step()
-        return [norm, *copied(module.parameters())]
-
-    assert_same(run_ranks(2, run, oss, True), run(plain, False))
 
 
 def test_a_closure_runs_once_and_its_loss_comes_back():

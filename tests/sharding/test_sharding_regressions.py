@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, Adagrad, AdamW, Muon
+from torch.optim import SGD, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
@@ -73,31 +73,6 @@ def test_state_of_a_parameter_that_is_frozen_while_it_is_loaded_is_kept(workers)
     expected = phases(alone, None)
     ranks = run_ranks(workers, lambda: phases(lambda m: sharded(m, AdamW, lr=0.02), everyone()[0]))
     assert_same(ranks, expected)
-
-
-def test_optimizers_that_begin_with_state_take_in_what_thaws():
-    def run(module, model, optimizer, rank):
-        x, y = make_batches(4, 1, 2)
-        steps(model, optimizer, (x[:2], y[:2]), rank)
-        module[0].requires_grad_(True)
-        steps(model, optimizer, (x[2:], y[2:]), rank)
-        return copied(module.parameters())
-
-    def frozen():
-        module = make_model()
-        module[0].requires_grad_(False)
-        return module
-
-    def rank():
-        module = frozen()
-        options = {"lr": 0.1, "initial_accumulator_value": 0.3, "bucket_size": 100}
-        optimizer = oss(module.parameters(), Adagrad, **options)
-        model = mh.ShardedDataParallel(module, optimizer, warn_on_trainable_params_changed=False)
-        return run(module, model, optimizer, dist.get_rank())
-
-    module = frozen()
-    optimizer = Adagrad(module.parameters(), lr=0.1, initial_accumulator_value=0.3)
-    assert_same(run_ranks(2, rank), run(module, module, optimizer, None))
 
 
 def test_a_parameter_inside_and_outside_of_a_reentrant_checkpoint_is_an_error():

@@ -166,8 +166,8 @@ class Shards:
         return unflatten(data, self.params[place.param])
 
     @property
-    def trained(self) -> list[bool]:
-        return [param.requires_grad for param in self.params]
+    def trained(self) -> set[int]:
+        return {i for i, param in enumerate(self.params) if param.requires_grad}
 
     @property
     def buckets(self) -> Iterator[FlatBucket]:
@@ -181,11 +181,11 @@ class Shards:
         held = []
         for bucket in self.buckets:
             for place in bucket.layout.owned(rank):
-                param = self.params[place.param]
-                if place.param in members and place.size == param.numel():
+                if place.param in members:
+                    param = self.params[place.param]
+                    if place.size < param.numel():
+                        param = flatten(param, param)[place.start : place.stop]
                     held.append(param)
-                elif place.param in members:
-                    held.append(flatten(param, param)[place.start : place.stop])
         return held
 
     @property

@@ -13,7 +13,7 @@ A step, in order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -54,7 +54,8 @@ class OSSRun:
     """The changing state of an OSS, shared with proxies around the OSS."""
 
     optim: Any = None
-    trained: Sequence[bool] = ()  # by parameter, when ranks last agreed
+    # Parameters that were trained in any step, by index.
+    trained: set[int] = field(default_factory=set)
     begun: bool = False  # whether optimizer state exists
     averaged: bool = False  # whether ranks had equal gradients in the first step
     consolidated: dict[int, _state.ParamState] | None = None
@@ -237,7 +238,7 @@ class OSS(DividedOptimizer):
         self._shards.extend(self.param_groups[-1]["params"])
         self.optim.add_param_group(self._group_of_slices(len(self.param_groups) - 1))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
-        self._run.trained = self._shards.trained
+        self._run.trained |= self._shards.trained
         self._run.averaged = False  # DDP does not average new parameters
         if self._run.reducer is not None:
             self._run.reducer.lay_out_buckets()
@@ -248,9 +249,10 @@ class OSS(DividedOptimizer):
             self._run.reducer.follow_trained()
             return
         trained = self._shards.trained
-        if trained != self._run.trained:
-            check_same_frozen(self._workers, trained)
-            self._run.trained = trained
+        if not trained <= self._run.trained:
+            flags = [i in trained for i in range(len(self._shards.params))]
+            check_same_frozen(self._workers, flags)
+            self._run.trained |= trained
             self._run.averaged = False  # DDP does not average unfrozen parameters
 
     def _follow_moved(self) -> None:

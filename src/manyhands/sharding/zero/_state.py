@@ -62,10 +62,10 @@ def collect_state(shards: Shards, optim: Optimizer, recipient: int) -> dict[int,
             state = result.setdefault(index, {})
             for name, entry in entries.items():
                 if "value" in entry:
-                    state.setdefault(name, entry["value"])
-                elif "small" in entry:
-                    dtype = getattr(torch, entry["dtype"])
-                    state.setdefault(name, torch.tensor(entry["small"], dtype=dtype))
+                    value = entry["value"]
+                    if "dtype" in entry:
+                        value = torch.tensor(value, dtype=getattr(torch, entry["dtype"]))
+                    state.setdefault(name, value)
                 else:
                     own = None
                     if rank == workers.rank:
@@ -79,11 +79,7 @@ def collect_state(shards: Shards, optim: Optimizer, recipient: int) -> dict[int,
                     param = shards.params[index]
                     if name not in state:
                         state[name] = torch.empty_like(param, dtype=tensor.dtype, device="cpu")
-                    full = state[name]
-                    if stop - start == param.numel():
-                        full.copy_(unflatten(tensor, param))
-                    else:
-                        flatten(full, param)[start:stop] = tensor.view(-1)
+                    flatten(state[name], param)[start:stop] = tensor.view(-1)
     if not here:
         return None
     ordered: dict[Any, ParamState] = {index: result[index] for index in sorted(result)}
@@ -126,7 +122,7 @@ def _describe(held: Sequence[ParamSlice], optim: Optimizer) -> str:
                 if value.shape == owned.data.shape and value.dim() > 0:
                     entry |= {"shape": [value.numel()], "like": True}
                 elif value.numel() <= SMALL:
-                    entry["small"] = value.tolist()
+                    entry["value"] = value.tolist()
                 else:
                     entry |= {"shape": list(value.shape), "like": False}
                 entries[name] = entry
@@ -213,13 +209,6 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
         raise ValueError(
             f"the state dict has parameter groups of {given} parameters, and the optimizer has "
             f"groups of {needed}. Build the optimizer from the same groups."
-        )
-    foreign = [key for key in common_state(state_dict) if str(key).isdigit()]
-    if foreign:
-        # JSON converts number keys to strings.
-        raise ValueError(
-            f"the state dict has state for {sorted(foreign, key=str)[:4]}, which is in none of its "
-            "parameter groups. Pass the dict as it was saved."
         )
     cut = shards.even and shards.workers.size > 1
     numbers = params_in(state_dict["param_groups"])
