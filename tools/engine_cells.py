@@ -103,7 +103,7 @@ def digest(module):
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def main(folder, phase, only=None, shared_memory=None, alike=False):
+def main(folder, phase, only=None, shared_memory=True, alike=False):
     job = mh.start()
     torch.set_num_threads(1)
     folder = Path(folder)
@@ -132,7 +132,7 @@ if __name__ == "__main__":
     parser.add_argument("--network", action="store_true", help="blocks: no shared memory")
     parser.add_argument("--alike", action="store_true", help="blocks: all have the same samples")
     arguments = parser.parse_args()
-    shared_memory = False if arguments.network else None
+    shared_memory = not arguments.network
     main(arguments.folder, arguments.phase, arguments.only, shared_memory, arguments.alike)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -140,7 +140,7 @@ def ddp_in_halves(model: nn.Module) -> nn.Module:
     return wrapped
 
 
-def local_sgd(shared_memory: bool | None = False) -> Make:
+def local_sgd(shared_memory: bool = False) -> Make:
     return lambda optimizer, every, model: mh.LocalSGD(
         optimizer, every=every, model=model, shared_memory=shared_memory
     )
@@ -151,7 +151,7 @@ def diloco(lr: float, momentum: float, **options: Any) -> Make:
     return lambda optimizer, every, model: mh.DiLoCo(optimizer, every=every, model=model, **more)
 
 
-def _bmuf(codec: str, shared_memory: bool | None = False) -> Contender:
+def _bmuf(codec: str, shared_memory: bool = False) -> Contender:
     def make(optimizer: Optimizer, every: int, model: nn.Module | None) -> mh.BMUF:
         return mh.BMUF(
             optimizer,
@@ -164,7 +164,7 @@ def _bmuf(codec: str, shared_memory: bool | None = False) -> Contender:
             codec=codec,
         )
 
-    how = codec if shared_memory is False else "as it comes"
+    how = "as it comes" if shared_memory else codec
     return Contender(f"manyhands BMUF, {how}", MOMENTUM, make, ROUNDED.get(codec, EXACT))
 
 
@@ -187,9 +187,9 @@ PER_TENSOR = Contender("per tensor, momentum (as fairseq)", MOMENTUM, REFERENCES
 CONTROL = Contender("per tensor, momentum again (A/A)", MOMENTUM, REFERENCES[MOMENTUM])
 PERIODIC = Contender("torch PeriodicModelAverager", AVERAGE, periodic)
 LOCAL_SGD = Contender("manyhands LocalSGD, float32", AVERAGE, local_sgd())
-LOCAL_SGD_SHARED = Contender("manyhands LocalSGD, as it comes", AVERAGE, local_sgd(None))
+LOCAL_SGD_SHARED = Contender("manyhands LocalSGD, as it comes", AVERAGE, local_sgd(True))
 BMUF = _bmuf("float32")
-BMUF_SHARED = _bmuf("float32", shared_memory=None)
+BMUF_SHARED = _bmuf("float32", shared_memory=True)
 DILOCO_PLAIN = _diloco("float32")
 ONE_BUCKET = installed.torchft_diloco(**DILOCO, use_bucketization=True)
 INSTALLED = (

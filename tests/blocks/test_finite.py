@@ -45,7 +45,7 @@ def test_optimizer_state_of_large_numbers_is_kept():
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("shared_memory", [False, None])
+@pytest.mark.parametrize("shared_memory", [False, True])
 def test_workers_with_large_parameters_are_in_the_mean(codec, shared_memory):
     def blocks():
         param = nn.Parameter(torch.zeros(300))

@@ -104,7 +104,7 @@ class Run:
 
 # -- the plain loop is the oracle ------------------------------------------------------------------
 
-CARRIERS = [{"shared_memory": False}, {"shared_memory": None}, {"codec": "int8"}]
+CARRIERS = [{"shared_memory": False}, {"shared_memory": True}, {"codec": "int8"}]
 
 
 @pytest.mark.sample(

@@ -51,13 +51,13 @@ def step_both(wrap, **options):
 
 
 @pytest.mark.sample(
-    "4-0-1-None-in_one_list",
-    "4-2-1-None-in_one_list",
+    "4-0-1-True-in_one_list",
+    "4-2-1-True-in_one_list",
     "4-2-1-False-each_by_itself",
     "6-1-3-False-each_by_itself",
 )
 @pytest.mark.parametrize("wrap", [in_one_list, each_by_itself])
-@pytest.mark.parametrize("shared_memory", [None, False])
+@pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize(("every", "overlap", "fragments"), [(4, 0, 1), (4, 2, 1), (6, 1, 3)])
 def test_overlap_and_fragments_equal_the_plain_loop(every, overlap, fragments, shared_memory, wrap):
     lengths = {"every": every, "overlap": overlap, "fragments": fragments}

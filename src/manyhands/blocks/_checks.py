@@ -19,14 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from manyhands._arguments import flag
 from manyhands._optimizers.foreign import advice, find_prepared
 from manyhands._optimizers.several import SeveralOptimizers
 from manyhands._optimizers.state_parts import ShardedOptimizer
 from manyhands._optimizers.wrappers import OptimizerWrapper, unwrap
 from manyhands._ranks.agreement import agree, describe_tensors, names_in
 from manyhands._ranks.ranks import RankGroup
-from manyhands._ranks.slices import check_on_cpu
 from manyhands._tensors.flat import is_dtensor
 from manyhands._warn import warn
 from manyhands.blocks._anchor import Outer
@@ -111,26 +109,6 @@ def make_members(
             f"{crew.inner.size}. Pass the same group to both."
         )
     return ElasticMembers(crew)
-
-
-def check_shared_memory(
-    wanted: bool | None, codec: str, crew: object, optimizer: Optimizer
-) -> bool | None:
-    if wanted is None:
-        return None
-    if not flag("shared_memory", wanted):
-        return False
-    if codec != "float32":
-        raise ValueError(
-            f"shared_memory=True needs codec='float32', got codec={codec!r}. Leave out one option."
-        )
-    if crew is not None:
-        raise ValueError(
-            "shared_memory=True needs a process group, not a crew. Leave out shared_memory."
-        )
-    for param in all_params(optimizer):
-        check_on_cpu(param.device)
-    return True
 
 
 # -- the other workers -----------------------------------------------------------------------------

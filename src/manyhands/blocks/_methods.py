@@ -36,7 +36,7 @@ class CommonOptions(TypedDict, total=False):
     model: nn.Module | None
     inner_group: dist.ProcessGroup | None
     crew: Crew | None
-    shared_memory: bool | None
+    shared_memory: bool
 
 
 class BlockOptions(CommonOptions, total=False):

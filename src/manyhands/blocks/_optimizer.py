@@ -36,7 +36,6 @@ from manyhands.blocks._checks import (
     check_agreement,
     check_not_averaged,
     check_optimizers,
-    check_shared_memory,
     describe_outer,
     make_members,
     rename_options,
@@ -114,9 +113,8 @@ class Blocks(OptimizerWrapper):
             single worker. Each rank synchronizes a slice of the parameters. `process_group` must
             then contain the ranks with equal rank in each inner group; a crew creates this group.
         crew: elastic membership instead of a process group; see `Crew`.
-        shared_memory: exchange differences through shared memory between workers on a single host,
-            with parameters on the CPU and codec="float32". None: if possible (Linux); True: raise
-            if impossible; False: never.
+        shared_memory: exchange differences through shared memory if possible: between workers on a
+            single host with Linux, without a crew, with parameters on the CPU and codec="float32".
     """
 
     layer = "blocks"
@@ -144,7 +142,7 @@ class Blocks(OptimizerWrapper):
         process_group: dist.ProcessGroup | None = None,
         inner_group: dist.ProcessGroup | None = None,
         crew: Crew | None = None,
-        shared_memory: bool | None = None,
+        shared_memory: bool = True,
     ) -> None:
         outer = outer or Average()
         self._inner = check_optimizers(type(self).__name__, optimizer, Blocks)
@@ -161,7 +159,7 @@ class Blocks(OptimizerWrapper):
         inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         members = make_members(type(self).__name__, process_group, inner, crew)
         check_schedule(interval, overlap, fragments, ranks_per_worker=members.inner.size)
-        self._shared_memory = check_shared_memory(shared_memory, codec, crew, self._inner)
+        self._shared_memory = flag("shared_memory", shared_memory)
         self._supports_amp = supports_amp(self._inner)
         self._options: dict[str, Value] = {
             **describe_outer(self._described or outer),
@@ -223,8 +221,7 @@ class Blocks(OptimizerWrapper):
         sync.members.choose_transport(
             [param.device for param in everything],
             background=sync.schedule.overlap > 0,
-            shared_memory=self._shared_memory,
-            exact=not sync.anchor.codec.rounds,
+            shared_memory=self._shared_memory and not sync.anchor.codec.rounds,
         )
         workers.broadcast_from_first([local_shard(tensor) for tensor in [*everything, *buffers]])
         sync.anchor.begin()

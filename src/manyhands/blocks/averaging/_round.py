@@ -74,25 +74,18 @@ class FixedMembers:
         self.inner = inner  # the ranks of this worker
 
     def choose_transport(
-        self,
-        devices: Sequence[torch.device],
-        *,
-        background: bool,
-        shared_memory: bool | None,
-        exact: bool,
+        self, devices: Sequence[torch.device], *, background: bool, shared_memory: bool
     ) -> None:
         """Choose the collectives for sync rounds.
 
-        `background`: rounds run while training continues. `exact`: the codec does not round.
+        `background`: rounds run while training continues. `shared_memory`: use it if possible.
         """
         workers = self.workers
         if background:  # a separate group, because training uses collectives too
             workers = workers.with_background_group(devices[0])
-        if shared_memory is None:
-            can = exact and all(d.type == "cpu" and workers.on_gloo(d) for d in {*devices})
-            workers = workers.with_shared_memory(required=False) if can else workers
-        elif shared_memory:
-            workers = workers.with_shared_memory()
+        on_cpu = all(d.type == "cpu" and workers.on_gloo(d) for d in {*devices})
+        if shared_memory and on_cpu:
+            workers = workers.with_shared_memory(required=False)
         self.workers = workers
 
     @property

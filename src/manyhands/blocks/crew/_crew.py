@@ -144,7 +144,6 @@ class Crew:
                 "Remove quorum."
             )
         self.regroup_due = False
-        # The numbers of the workers in rank order; `source` sends state to `joiners` (ranks).
         self._set_members(0, ())
         self._round = 0  # index of the current round of this generation
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
@@ -161,10 +160,10 @@ class Crew:
         joiners: tuple[int, ...] = (),
     ) -> None:
         self.generation = generation
-        self.members = members
+        self.members = members  # numbers of the workers, in rank order
         self.rank = rank
-        self.source = source
-        self.joiners = joiners
+        self.source = source  # rank that sends state to joiners
+        self.joiners = joiners  # ranks that need the state
 
     @property
     def size(self) -> int:
