@@ -420,6 +420,10 @@ CHECKPOINTS_LATER = {"order drawn again": 13}  # steps before the checkpoint
 RESUME_RIGHT = {
     "plain": {},
     "sorted set of strings": NAMES,
+    "integers with the shape of a parameter": {
+        "extra": "labels = torch.arange(3)",
+        "step": "optimizer.step()\nschedule.step()\nlabels = torch.arange(3) + i",
+    },
     "batch norm": NORM,
     "average": EMA,
     "shadow": SHADOW,

@@ -104,6 +104,9 @@ def test_samples_differ_because_the_random_state_does():
     made = case([[90, 91], [92, 93]])
     made.resumed[0].states[0].random["torch"] = "other"
     assert samples(made).cause == "random state"
+    made = case([[4, 6], [7, 5]], SECOND)
+    made.resumed[0].states[0].random["torch"] = "other"
+    assert "the random state was not restored either" in samples(made).text
 
 
 @pytest.mark.parametrize(

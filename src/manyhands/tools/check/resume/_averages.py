@@ -34,6 +34,8 @@ def averages_of(model: list[Tensor], batches: list[Tensor]) -> Digests:
         if not module.startswith(("torch.", "manyhands.tools")):
             for name, value in list(frame.f_locals.items()):
                 for path, tensor in search.tensors(value, name, DEPTH):
+                    if not tensor.is_floating_point():  # such as labels
+                        continue
                     if tensor.shape in shapes and tensor.grad_fn is None:
                         found[path] = digest_of(tensor)
         frame = frame.f_back  # type: ignore[assignment]

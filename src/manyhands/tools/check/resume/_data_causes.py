@@ -149,6 +149,8 @@ def describe_order(case: ResumeCase, step: int, by_index: bool) -> Finding:
     text = f"from step {step + 1} on, the order of samples differs"
     if samples.twice:
         text += f": the epoch has {samples.twice} samples twice"
+    if random_differs(case):
+        text += "; the random state was not restored either"
     return finding("shuffle order", text)
 
 

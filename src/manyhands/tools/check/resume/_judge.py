@@ -110,7 +110,8 @@ class ResumeCheck:
         first = made.records[0]
         steps = len(first.steps)
         if not steps:
-            raise NotJudged("no torch optimizer made a step.")
+            output = made.last_output()
+            raise NotJudged(f"no torch optimizer made a step. Last output of the script: {output}")
         if first.ended and first.checkpoint:
             raise NotJudged(
                 f"the script wrote {first.checkpoint}, but made no step after the checkpoint and "
