@@ -51,6 +51,14 @@ def counts(make_optimizer, level, rank, fake, rule=None):
         return counted.calls, counted.sent, counted.requests
 
 
+@pytest.mark.sample(
+    "0-with_adamw-0",
+    "1-with_muon-63",
+    "2-with_adamw-63",
+    "2-with_muon-0",
+    "3-with_adamw-0",
+    "3-with_muon-63",
+)
 @pytest.mark.parametrize("rank", [0, 63])
 @pytest.mark.parametrize("make_optimizer", [with_adamw, with_muon])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

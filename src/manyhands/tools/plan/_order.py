@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed._tools import MemTracker
@@ -28,6 +28,7 @@ from manyhands.tools.check._processes import Rank, run, run_script, single_threa
 
 BETWEEN_PAIRS = ("send", "receive")  # differ between ranks by design
 UNEVEN = ("all_to_all",)  # bytes may differ between ranks
+GroupKey: TypeAlias = tuple[tuple[int, ...], int]  # ranks, and a number for equal ranks
 NAMED = 4  # maximum number of ranks in the name of a group
 
 
@@ -38,21 +39,21 @@ class RankOrder:
     groups: tuple[tuple[int, ...], ...]  # the ranks of each process group
     peak: int  # bytes
 
-    def names(self) -> list[str]:
+    def group_keys(self) -> list[GroupKey]:
         seen = Counter[tuple[int, ...]]()
-        names = []
+        keys = []
         for ranks in self.groups:
             seen[ranks] += 1
-            names.append(name_of_group(ranks, seen[ranks]))
-        return names
+            keys.append((ranks, seen[ranks]))
+        return keys
 
-    def on_group(self, name: str) -> list[tuple[int, Collective]] | None:
-        """Return collectives with places in the sequence; None if not a member."""
-        names = self.names()
-        if name not in names:
-            return None
-        number = names.index(name)
-        found = []
+    def on_group(self, key: GroupKey) -> list[tuple[int, Collective]]:
+        """Return collectives with places in the sequence."""
+        found: list[tuple[int, Collective]] = []
+        keys = self.group_keys()
+        if key not in keys:
+            return found
+        number = keys.index(key)
         for place, each in enumerate(self.sequence):
             if each.group == number and each.operation not in BETWEEN_PAIRS:
                 found.append((place, each))
@@ -68,36 +69,32 @@ class Order:
     def difference(self) -> str:
         """The first difference between ranks; "" if equal."""
         found = []
-        names = dict.fromkeys(name for rank in self.ranks for name in rank.names())
-        for name in names:
-            on_ranks = {}
-            for rank in self.ranks:
-                own = rank.on_group(name)
-                if own is not None:
-                    on_ranks[rank.rank] = own
-            found += _first_difference(name, on_ranks)
+        keys = dict.fromkeys(key for rank in self.ranks for key in rank.group_keys())
+        for key in keys:
+            members = [rank for rank in self.ranks if rank.rank in key[0]]
+            on_ranks = {rank.rank: rank.on_group(key) for rank in members}
+            found += _first_difference(name_of_group(*key), on_ranks)
         return min(found)[1] if found else ""
 
     def __str__(self) -> str:
         lines = []
         for rank in self.ranks:
-            used = len(set(each.group for each in rank.sequence))
+            used = len({each.group for each in rank.sequence})
             lines.append(
                 f"rank {rank.rank:,}: {len(rank.sequence):,} collectives in {used} of "
                 f"{len(rank.groups)} communicators, peak memory {format_bytes(rank.peak)}"
             )
         first = self.ranks[0]
-        names = first.names()
-        calls = Counter[tuple[str, str]]()
-        sent = Counter[tuple[str, str]]()
+        names = [name_of_group(*key) for key in first.group_keys()]
+        calls = Counter[tuple[int, str]]()
+        sent = Counter[tuple[int, str]]()
         for each in first.sequence:
-            key = (names[each.group], each.operation)
-            calls[key] += 1
-            sent[key] += each.sent
+            calls[each.group, each.operation] += 1
+            sent[each.group, each.operation] += each.sent
         lines += ["", f"collectives of rank {first.rank}, with sent bytes:"]
         for key, number in calls.items():
-            name, operation = key
-            lines.append(f"    {name}: {number:,} {operation}, {format_bytes(sent[key])}")
+            group, operation = key
+            lines.append(f"    {names[group]}: {number:,} {operation}, {format_bytes(sent[key])}")
         return "\n".join([*lines, "", self.difference or "The order of collectives is equal."])
 
 
@@ -115,8 +112,6 @@ def _first_difference(
     name: str, on_ranks: Mapping[int, Sequence[tuple[int, Collective]]]
 ) -> list[tuple[int, str]]:
     """Return places in the sequence with messages."""
-    if len(on_ranks) < 2:
-        return []
     elsewhere = ""  # the first row in which ranks are in different lines
     for number, row in enumerate(zip_longest(*on_ranks.values())):
         present = [entry for entry in row if entry is not None]
