@@ -261,11 +261,6 @@ def gpu() -> Figures:
         "as a plain step under AdaScale, and {} times under AdamScale",
         *(wall("AdaScale"), wall("AdamScale")),
     )
-    yield figure(
-        "docs/notes.md",
-        "costs AdaScale {} of a bare step on one H200, [16,384 tokens a pass]",
-        wall("AdaScale, measure_every=1"),
-    )
     result = stored("gpu.json")
     page = "docs/benchmarks/gpu.md"
     tests = result["tests"]
@@ -356,7 +351,6 @@ def ramp() -> Figures:
         "{} to {} % fewer steps, for {} to {} times the samples (six small workloads)",
         *(f"{min(fewer):.0f}", f"{max(fewer):.0f}", *between(samples)),
     )
-    yield figure("docs/notes.md", "Ramp takes {} to {}", low, high)
     errors = [row["prediction_error"] for row in of(rows, way="ramp")]
     yield figure(
         "docs/benchmarks/ramp.md",
@@ -448,22 +442,6 @@ def sharding_speed() -> Figures:
     least = apart(over["fused"] + over["default"])[0]
     yield figure("README.md", "|{} % more tokens/s than DDP ³|", least)
     assert min(over["fused"] + over["default"]) > 1  # "more"
-
-
-def compiled() -> Figures:
-    (found,) = stored("compile.json")["workloads"].values()
-    named = {row["name"]: row for row in found["rows"]}
-    over = [1 / named[f"level {level}"]["cpu"]["value"] for level in (1, 2, 3)]
-    gain = [
-        1 / named[name]["rival_cpu"]["value"] for name in ("DDP", "level 1", "level 2", "level 3")
-    ]
-    yield figure(
-        "docs/recipes.md",
-        "a compiled step took {}, {} and {} times the CPU time of compiled DDP at levels 1, 2 and "
-        "3, and {} to {} times the CPU time of an uncompiled step",
-        *(f"{value:.2f}" for value in over),
-        *between(gain),
-    )
 
 
 FSDP = "manyhands FSDP"
@@ -607,8 +585,6 @@ def codecs() -> Figures:
         if name == "ternary":
             row, numbers = f"{row}; {{}} at H = 160", [*numbers, f"{times_less(name, 160):,.0f}"]
         yield figure("docs/blocks.md", f"{row} |", *numbers)
-    less = f"{times_less('int4', 32):,.0f}"
-    yield figure("docs/notes.md", "int4 sends {} times fewer at any rate", less)
 
 
 def times_less(codec: str, every: int) -> float:
@@ -658,7 +634,7 @@ def blocks_quality() -> Figures:
     steps, warmup = int(key.split("/")[1]), int(re.search(r"'warmup': (\d+)", key)[1])
     assert warmup == steps / 4  # "a quarter" below
     times = times_less("ternary", 160)
-    after, whole = f"{times:,.0f}", f"{whole_run(steps, warmup, times):.1f}"
+    whole = f"{whole_run(steps, warmup, times):.1f}"
     yield figure(
         "docs/blocks.md",
         "With H = 160, **a complete run sends only {} times less** than DDP if its first quarter "
@@ -667,11 +643,6 @@ def blocks_quality() -> Figures:
         "({} to {} %) with Muon",
         *(whole, f"{adamw:.1f}", f"{muon:.1f}"),
         *(f"{min(seeds):+.1f}", f"{max(seeds):+.1f}"),
-    )
-    yield figure(
-        "docs/notes.md",
-        "`ternary` at H = 160 sends {} times fewer, at {} % ({} % with Muon)",
-        *(after, f"{adamw:.1f}", f"{muon:.1f}"),
     )
     yield from little_warmup(rows, excess)
 
@@ -887,7 +858,6 @@ BENCHMARKS: tuple[Callable[[], Figures], ...] = (
     price_of_a_step,
     time_to_loss,
     sharding_speed,
-    compiled,
     fsdp_speed,
     fsdp_memory,
     sharding_memory,
