@@ -61,7 +61,7 @@ class RankOrder:
 
 
 @dataclass(frozen=True)
-class Order:
+class CollectiveOrder:
     world_size: int
     ranks: tuple[RankOrder, ...]
 
@@ -175,7 +175,7 @@ def compare_order(
     steps: int = 5,
     fake: bool = True,
     seconds: float = 600.0,
-) -> Order:
+) -> CollectiveOrder:
     """Run a script as ranks 0, 1 and N - 1 until an optimizer takes more than `steps` steps."""
     numbers = tuple(sorted({0, min(1, world_size - 1), world_size - 1}))
     checked = CheckedScript(script, tuple(arguments), steps)
@@ -192,7 +192,7 @@ def compare_order(
     for number, record in zip(numbers, found.records, strict=True):
         sequence = tuple(Collective(**each) for each in record.pop("sequence"))
         orders.append(RankOrder(number, sequence, **record))
-    return Order(world_size, tuple(orders))
+    return CollectiveOrder(world_size, tuple(orders))
 
 
 class PeakMemory(MemTracker):
@@ -209,6 +209,10 @@ class PeakMemory(MemTracker):
 
     def _post_bw_hook(self, module: Any, args: Any) -> None:
         pass
+
+    def restart(self) -> None:
+        self._peak_mem.clear()
+        self._peak_mem_snap.clear()
 
     @property
     def peak(self) -> int:
