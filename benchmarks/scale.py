@@ -228,7 +228,8 @@ def peak(level: int, size: int) -> list[str]:
     """Return a row of the table of peaks: planned, without memory, and allocated."""
     tokens = torch.empty(*TOKENS, dtype=torch.long, device="meta")
     planned = mh.plan(build, workers=size, input=tokens).rows[level].total
-    with mh.dry_run(size, fake=True), PeakMemory() as memory:
+    memory = PeakMemory()
+    with mh.dry_run(size, fake=True), memory:
         pass_repeatedly(level, memory.restart)
     allocated = allocated_peak(level, size)
     assert 0.9 < planned / memory.peak < 1.1, (level, size, planned, memory.peak)
@@ -276,10 +277,11 @@ def optimizers_of(model: nn.Module, kind: str) -> Any:
     return [Muon(matrices), AdamW(others)]
 
 
-def large(level: int, kind: str) -> list[str]:
+def large(level: Any, kind: str) -> list[str]:
     """Return a row for a step of 70 billion parameters as rank 0 of 8,192."""
     began = time.monotonic()
-    with mh.dry_run(8192, fake=True) as counted, PeakMemory() as memory:
+    memory = PeakMemory()
+    with mh.dry_run(8192, fake=True) as counted, memory:
         model = build_large()
         model, optimizer = mh.shard(model, optimizers_of(model, kind), level=level)
         memory.restart()

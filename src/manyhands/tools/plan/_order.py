@@ -161,7 +161,8 @@ class DryRank:
         os.environ.update(
             RANK=str(number), WORLD_SIZE=str(self.world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
         )
-        with dry_run(self.world_size, number, fake=self.fake) as counted, PeakMemory() as memory:
+        memory = PeakMemory()
+        with dry_run(self.world_size, number, fake=self.fake) as counted, memory:
             with _script_in_this_group(self.script.steps), suppress(EnoughSteps):
                 run_script(self.script)
             rank.leave(_as_record(counted, memory))
@@ -231,7 +232,8 @@ def _as_record(counted: DryRun, memory: PeakMemory) -> dict[str, Any]:
 @contextmanager
 def _script_in_this_group(steps: int) -> Iterator[None]:
     # The process ends afterwards, so torch's functions are not restored.
-    for module in (dist, dist.distributed_c10d):
+    modules: list[Any] = [dist, dist.distributed_c10d]
+    for module in modules:
         module.init_process_group = lambda *args, **kwargs: None
         module.destroy_process_group = lambda *args, **kwargs: None
     taken = Counter[int]()
