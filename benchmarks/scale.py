@@ -201,9 +201,10 @@ def step(part: Part, size: int) -> list[str]:
 TOKENS = 4, 64  # of a pass in the table of peaks
 
 
-def pass_repeatedly(level: int, steps: int = 3) -> None:
+def pass_repeatedly(level: int, after_sharding: Callable[[], Any]) -> None:
     model, optimizer = sharded(level)(build())
-    for _ in range(steps):
+    after_sharding()
+    for _ in range(3):
         optimizer.zero_grad()
         model(torch.zeros(*TOKENS, dtype=torch.long)).sum().backward()
         optimizer.step()
@@ -211,21 +212,25 @@ def pass_repeatedly(level: int, steps: int = 3) -> None:
 
 def allocated_peak(level: int, size: int) -> int:
     """Return the peak of the bytes that torch's allocator reports to the profiler."""
+    began: list[int] = []
     with mh.dry_run(size), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        pass_repeatedly(level)
+        pass_repeatedly(level, lambda: began.append(time.time_ns()))
     changes = []
     for event in seen.profiler.kineto_results.events():
         if event.name() == "[memory]":
             changes.append((event.start_ns(), event.nbytes()))
-    return max(accumulate(nbytes for _, nbytes in sorted(changes)))
+    changes.sort()
+    totals = accumulate(nbytes for _, nbytes in changes)
+    return max(total for total, (at, _) in zip(totals, changes, strict=True) if at > began[0])
 
 
 def peak(level: int, size: int) -> list[str]:
     """Return a row of the table of peaks: planned, without memory, and allocated."""
     tokens = torch.empty(*TOKENS, dtype=torch.long, device="meta")
     planned = mh.plan(build, workers=size, input=tokens).rows[level].total
-    with mh.dry_run(size, fake=True), PeakMemory() as memory:
-        pass_repeatedly(level)
+    memory = PeakMemory()
+    with mh.dry_run(size, fake=True), memory:
+        pass_repeatedly(level, memory.restart)
     allocated = allocated_peak(level, size)
     assert 0.9 < planned / memory.peak < 1.1, (level, size, planned, memory.peak)
     numbers = [f"{each / 1e6:.1f}" for each in (planned, memory.peak, allocated)]
@@ -272,21 +277,28 @@ def optimizers_of(model: nn.Module, kind: str) -> Any:
     return [Muon(matrices), AdamW(others)]
 
 
-def large(level: int, kind: str) -> list[str]:
+def large(level: Any, kind: str) -> list[str]:
     """Return a row for a step of 70 billion parameters as rank 0 of 8,192."""
     began = time.monotonic()
-    with mh.dry_run(8192, fake=True) as counted, PeakMemory() as memory:
+    memory = PeakMemory()
+    with mh.dry_run(8192, fake=True) as counted, memory:
         model = build_large()
         model, optimizer = mh.shard(model, optimizers_of(model, kind), level=level)
-        model(torch.zeros(1, 4096, dtype=torch.long)).sum().backward()
+        memory.restart()
+        model(torch.zeros(1, 1024, dtype=torch.long)).sum().backward()
         for each in optimizer if isinstance(optimizer, list) else [optimizer]:
             each.step()
         peak = memory.peak
         del model, optimizer
     seconds = time.monotonic() - began
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     row = [f"{NAMES[level]}, {kind}", f"{seconds:.0f}", f"{time.process_time():.0f}"]
-    return [*row, f"{used / 2**30:.2f}", f"{peak / 2**30:.1f}", f"{counted.calls.total():,}"]
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    tokens = torch.empty(1, 1024, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = build_large()
+    planned = mh.plan(model, optimizers_of(model, kind), 8192, input=tokens).rows[level]
+    sizes = [f"{each / 2**30:.1f}" for each in (planned.total, peak)]
+    return [*row, f"{used / 2**30:.2f}", *sizes, f"{counted.calls.total():,}"]
 
 
 def passed(what: str) -> int:
@@ -377,7 +389,7 @@ def main() -> None:
         "steps": by_ranks(steps, "sent, MB", "held, MB", "CPU, ms"),
         "peaks": by_ranks(peaks, "plan, MB", "dry run, MB", "allocated, MB"),
         "large": pages.table(
-            " | seconds | CPU, s | memory, GiB | peak of the rank, GiB | collectives", big
+            " | seconds | CPU, s | process, GiB | plan, GiB | dry run, GiB | collectives", big
         ),
         "saves": by_ranks(saves, "requests", "messages, kB", "moved, MB", "CPU, ms"),
     }

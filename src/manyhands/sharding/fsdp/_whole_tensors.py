@@ -179,63 +179,64 @@ class WholeTensorOptimizer(DividedOptimizer):
     ) -> list[tuple[OwnedTensor, Tensor]]:
         found = []
         for bucket in _buckets(tensors):
-            outgoing: list[list[Tensor]] = [[] for _ in range(self._workers.size)]
+            outgoing: dict[int, list[Tensor]] = {}
             mine = []
             for tensor, shard in zip(tensors[bucket], shards[bucket], strict=True):
-                outgoing[tensor.owner].append(shard.reshape(-1))
+                outgoing.setdefault(tensor.owner, []).append(shard.reshape(-1))
                 if tensor.owner == self._workers.rank:
                     mine.append(tensor)
-            sizes = []
-            for rank in range(self._workers.size):
-                sizes.append([tensor.elements(rank) for tensor in mine])
+            sizes: dict[int, list[int]] = {}
+            if mine:
+                for rank in range(self._workers.size):
+                    sizes[rank] = [tensor.elements(rank) for tensor in mine]
             pieces = self._exchange(outgoing, sizes, shards[bucket][0])
-            for tensor, rows in zip(mine, zip(*pieces, strict=True), strict=True):
+            for number, tensor in enumerate(mine):
+                rows = [pieces[rank][number] for rank in range(self._workers.size)]
                 found.append((tensor, torch.cat(rows).view(tensor.param.shape)))
         return found
 
     def _to_shards(self, tensors: Sequence[OwnedTensor]) -> None:
         for bucket in _buckets(tensors):
-            outgoing: list[list[Tensor]] = [[] for _ in range(self._workers.size)]
-            sizes: list[list[int]] = [[] for _ in range(self._workers.size)]
+            outgoing: dict[int, list[Tensor]] = {}
+            sizes: dict[int, list[int]] = {}
             for tensor in tensors[bucket]:
-                sizes[tensor.owner].append(tensor.elements(self._workers.rank))
+                sizes.setdefault(tensor.owner, []).append(tensor.elements(self._workers.rank))
                 if tensor.whole is not None:
                     for rank, rows in enumerate(tensor.rows):
-                        outgoing[rank].append(tensor.whole.detach().view(-1)[rows])
+                        part = tensor.whole.detach().view(-1)[rows]
+                        outgoing.setdefault(rank, []).append(part)
             like = local_shard(tensors[bucket][0].param)
-            arrived = [iter(pieces) for pieces in self._exchange(outgoing, sizes, like)]
+            pieces = self._exchange(outgoing, sizes, like)
+            arrived = {rank: iter(parts) for rank, parts in pieces.items()}
             for tensor in tensors[bucket]:
                 shard = local_shard(tensor.param)
                 shard.copy_(next(arrived[tensor.owner]).view(shard.shape))
         _remember(tensors)
 
     def _exchange(
-        self, outgoing: Sequence[list[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
-    ) -> list[list[Tensor]]:
+        self, outgoing: Mapping[int, list[Tensor]], sizes: Mapping[int, list[int]], like: Tensor
+    ) -> dict[int, list[Tensor]]:
         """Send flat tensors to each rank; return the tensors from each rank, of `sizes` elements.
 
         Tensors for the same rank are returned unchanged.
         """
         own = self._workers.rank
         nothing = torch.empty(0, dtype=torch.uint8, device=like.device)
-        messages = [nothing] * len(outgoing)
-        expected = [0] * len(outgoing)
-        for rank, tensors in enumerate(outgoing):
+        messages = [nothing] * self._workers.size
+        for rank, tensors in outgoing.items():
             if rank != own:
-                if tensors:
-                    messages[rank] = torch.cat(tensors).view(torch.uint8)
-                expected[rank] = sum(sizes[rank]) * like.element_size()
+                messages[rank] = torch.cat(tensors).view(torch.uint8)
+        expected = [0] * self._workers.size
+        for rank, elements in sizes.items():
+            if rank != own:
+                expected[rank] = sum(elements) * like.element_size()
         arrived, works = self._workers.all_to_all(messages, expected, TAG)
         for work in works:
             work.wait()
-        pieces = []
-        for rank, data in enumerate(arrived):
-            if rank == own:
-                pieces.append(outgoing[own])
-            elif not sizes[rank]:
-                pieces.append([])
-            else:
-                pieces.append(list(data.view(like.dtype).split(list(sizes[rank]))))
+        pieces = {own: outgoing.get(own, [])}
+        for rank, elements in sizes.items():
+            if rank != own:
+                pieces[rank] = list(arrived[rank].view(like.dtype).split(elements))
         return pieces
 
     # -- for checkpoints and scaling: `_optimizers/state_parts.py` ---------------------------------

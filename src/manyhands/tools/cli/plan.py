@@ -114,8 +114,9 @@ def plan(
     With --script, run a script as ranks 0, 1 and N - 1 of N, without memory, and compare the order
     of collectives. Exit code 1: ranks would hang.
 
-    Examples: `manyhands plan my_module:build_model --workers 8 --memory 24GiB`,
-    `manyhands plan --script train.py --ranks 8192`
+    Example: `manyhands plan my_module:build_model --workers 8 --memory 24GiB`
+
+    Example: `manyhands plan --script train.py --ranks 8192`
     """
     if (model is None) == (script is None):
         stop("plan", "give either MODULE:FUNCTION, such as my_module:build_model, or --script.")

@@ -61,7 +61,7 @@ class RankOrder:
 
 
 @dataclass(frozen=True)
-class Order:
+class CollectiveOrder:
     world_size: int
     ranks: tuple[RankOrder, ...]
 
@@ -161,7 +161,8 @@ class DryRank:
         os.environ.update(
             RANK=str(number), WORLD_SIZE=str(self.world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
         )
-        with dry_run(self.world_size, number, fake=self.fake) as counted, PeakMemory() as memory:
+        memory = PeakMemory()
+        with dry_run(self.world_size, number, fake=self.fake) as counted, memory:
             with _script_in_this_group(self.script.steps), suppress(EnoughSteps):
                 run_script(self.script)
             rank.leave(_as_record(counted, memory))
@@ -175,7 +176,7 @@ def compare_order(
     steps: int = 5,
     fake: bool = True,
     seconds: float = 600.0,
-) -> Order:
+) -> CollectiveOrder:
     """Run a script as ranks 0, 1 and N - 1 until an optimizer takes more than `steps` steps."""
     numbers = tuple(sorted({0, min(1, world_size - 1), world_size - 1}))
     checked = CheckedScript(script, tuple(arguments), steps)
@@ -192,7 +193,7 @@ def compare_order(
     for number, record in zip(numbers, found.records, strict=True):
         sequence = tuple(Collective(**each) for each in record.pop("sequence"))
         orders.append(RankOrder(number, sequence, **record))
-    return Order(world_size, tuple(orders))
+    return CollectiveOrder(world_size, tuple(orders))
 
 
 class PeakMemory(MemTracker):
@@ -209,6 +210,10 @@ class PeakMemory(MemTracker):
 
     def _post_bw_hook(self, module: Any, args: Any) -> None:
         pass
+
+    def restart(self) -> None:
+        self._peak_mem.clear()
+        self._peak_mem_snap.clear()
 
     @property
     def peak(self) -> int:
@@ -227,7 +232,8 @@ def _as_record(counted: DryRun, memory: PeakMemory) -> dict[str, Any]:
 @contextmanager
 def _script_in_this_group(steps: int) -> Iterator[None]:
     # The process ends afterwards, so torch's functions are not restored.
-    for module in (dist, dist.distributed_c10d):
+    modules: list[Any] = [dist, dist.distributed_c10d]
+    for module in modules:
         module.init_process_group = lambda *args, **kwargs: None
         module.destroy_process_group = lambda *args, **kwargs: None
     taken = Counter[int]()
