@@ -182,7 +182,7 @@ def compare_order(
     checked = CheckedScript(script, tuple(arguments), steps)
     with TemporaryDirectory() as folder, single_thread():
         job = DryRank(checked, world_size, numbers, fake)
-        found = run(job, len(numbers), Path(folder), seconds)
+        found = run(job, len(numbers), Path(folder), seconds, forks=len(numbers))
         if found.failed:
             last = f"rank {len(numbers) - 1} is rank {numbers[-1]:,} of {world_size:,}"
             reason = found.why(f"In the dry run, in which {last}")
