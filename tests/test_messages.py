@@ -80,9 +80,9 @@ MESSAGES = [
     (lambda: mh.shard(sgd(), model()), "takes the model, and then the optimizer; got SGD"),
     (lambda: mh.Ramp(rule()), "Ramp needs max_scale: the largest batch (all workers, all passes)"),
     (lambda: mh.LEGWScale(sgd()), "LEGWScale needs data_size: samples per epoch."),
-    (lambda: mh.NoiseScale(model()), "Pass the optimizer or model.parameters()."),
-    (lambda: mh.NoiseScale([sgd()]), "each parameter must be a tensor, got SGD."),
-    (lambda: mh.NoiseScale(None), "each parameter must be a tensor, got None."),
+    (lambda: mh.NoiseScale(model()), NO_OPTIMIZER),
+    (lambda: mh.NoiseScale([sgd()]), "got list. From a list, pass the last one"),
+    (lambda: mh.NoiseScale(None), f"{NO_OPTIMIZER} None."),
     # Anything else where parameters, a class or a model are expected.
     (lambda: mh.OSS(model(), SGD), "got Linear. Write OSS(model.parameters(), optim=..., lr=...)"),
     (lambda: mh.OSS(None, SGD), "params must be parameters or parameter groups, got NoneType."),
