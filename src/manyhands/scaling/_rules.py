@@ -212,17 +212,16 @@ class AdamScale(AdaScale):
             real("second_moment_floor", second_moment_floor, least=0.0, below=1.0)
         super().__init__(optimizer, **options)
 
-    @property
-    def _floor(self) -> float:
+    def _moment_floor(self) -> float:
         if self._second_moment_floor is not None:
             return self._second_moment_floor
         return 0.0 if self._core.batch.loop.counts else 1e-3  # 0 as in adaptdl
 
     def _compared_options(self) -> dict[str, float]:
-        return {**super()._compared_options(), "second_moment_floor": self._floor}
+        return {**super()._compared_options(), "second_moment_floor": self._moment_floor()}
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
-        return PreconditionedNorm(optimizer, self._floor)
+        return PreconditionedNorm(optimizer, self._moment_floor())
 
     def scale_lr(self, scale: float, power: float = 0.5) -> Sequence[float]:
         return [gain**power for gain in super().scale_lr(scale)]
