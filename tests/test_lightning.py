@@ -5,7 +5,6 @@ device), so that nothing of a Trainer's is left in the process of the other test
 """
 
 import contextlib
-import math
 
 import pytest
 import torch
@@ -236,35 +235,6 @@ def test_fewer_passes_at_the_end_of_an_epoch_are_an_error():
         fit(RULES["AdaScale"], 3, "32-true", None)
 
     raises_on_ranks(1, RuntimeError, train, match=r"step\(\) after 2 of 3 backward passes")
-
-
-def test_fewer_passes_at_the_end_of_an_epoch_may_count():
-    def train():
-        def make(params, passes):
-            return mh.LinearScale(
-                SGD(params, lr=0.05), num_gradients_to_accumulate=passes, short_step="count"
-            )
-
-        params, progress = fit(make, 3, "32-true", None, epochs=1)
-        return params, progress
-
-    def loop():
-        model = net()
-        optimizer = SGD(model.parameters(), lr=0.05)
-        for start in (0, 3, 6):
-            step = batches()[start : start + 3]
-            optimizer.zero_grad()
-            for x in step:
-                (loss_of(model, x) / len(step)).backward()
-            optimizer.param_groups[0]["lr"] = 0.05 * len(step) * factor(start // 3)
-            optimizer.step()
-        return values(model)
-
-    def factor(step):  # of the schedule
-        return (1 + math.cos(math.pi * step / 20)) / 2
-
-    ((ran, expected),) = run_ranks(1, lambda: (train()[0], loop()))
-    torch.testing.assert_close(ran, expected)
 
 
 def half(**methods):

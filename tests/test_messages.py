@@ -77,9 +77,9 @@ MESSAGES = [
     (lambda: mh.ProgressScheduler(scheduler(), sgd()), "got SGD. Write ProgressScheduler(schedule"),
     (lambda: mh.ProgressScheduler(None, rule()), "scheduler must be a torch scheduler, got None"),
     (lambda: mh.shard(sgd(), model()), "takes the model, and then the optimizer; got SGD"),
-    (lambda: mh.NoiseScale(model()), "Pass the optimizer or model.parameters()."),
-    (lambda: mh.NoiseScale([sgd()]), "each parameter must be a tensor, got SGD."),
-    (lambda: mh.NoiseScale(None), "each parameter must be a tensor, got None."),
+    (lambda: mh.NoiseScale(model()), NO_OPTIMIZER),
+    (lambda: mh.NoiseScale([sgd()]), "got list. From a list, pass the last one"),
+    (lambda: mh.NoiseScale(None), f"{NO_OPTIMIZER} None."),
     # Anything else where parameters, a class or a model are expected.
     (lambda: mh.OSS(model(), SGD), "got Linear. Write OSS(model.parameters(), optim=..., lr=...)"),
     (lambda: mh.OSS(None, SGD), "params must be parameters or parameter groups, got NoneType."),

@@ -104,7 +104,7 @@ def plain_arguments(text):
 def bound_rule():
     rule = mh.AdaScale()
     model = nn.Linear(2, 1)
-    module = adaptdl.AdaptiveDataParallel(model, SGD(model.parameters(), lr=0.1), rule)
+    module = adaptdl.AdaptiveDataParallel(model, SGD(model.parameters(), lr=0.1), scaling_rule=rule)
     return module
 
 

@@ -26,7 +26,9 @@ def sharded_model():
 
 def adaptive_model():
     module = model()
-    return adaptdl.AdaptiveDataParallel(module, SGD(module.parameters(), lr=0.1), mh.AdaScale())
+    return adaptdl.AdaptiveDataParallel(
+        module, SGD(module.parameters(), lr=0.1), scaling_rule=mh.AdaScale()
+    )
 
 
 WRAPPERS = {

@@ -116,7 +116,7 @@ WRAPS = {
     "FSDP of float32 inputs": lambda module: mh.FSDP(module, force_input_to_fp32=True),
     "ShardedDataParallel": sharded_ddp,
     "AdaptiveDataParallel": lambda module: adaptdl.AdaptiveDataParallel(
-        module, SGD(module.parameters(), lr=0.1), mh.AdaScale()
+        module, SGD(module.parameters(), lr=0.1), scaling_rule=mh.AdaScale()
     ),
 }
 

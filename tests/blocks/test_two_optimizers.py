@@ -282,13 +282,6 @@ def test_a_list_has_what_trainers_set_and_hook():
     assert [each.param_groups[0]["lr"] for each in inner] == [0.5, 0.5]
     with pytest.raises(ValueError, match=r"expected 2 parameter groups, in the order of .*, got 1"):
         optimizer.param_groups = optimizer.param_groups[:1]
-    calls = []
-    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("save"))
-    optimizer.register_state_dict_post_hook(lambda *_: calls.append("saved"))
-    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
-    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert calls == ["save", "saved", "load", "loaded"]
 
 
 # -- one list: saved, and continued ----------------------------------------------------------------

@@ -505,7 +505,7 @@ def test_a_rule_that_patches_its_optimizer_is_saved_with_it(tmp_path):
     def build():
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return adaptdl.AdaptiveDataParallel(model, optimizer, mh.AdaScale()), optimizer
+        return adaptdl.AdaptiveDataParallel(model, optimizer, scaling_rule=mh.AdaScale()), optimizer
 
     model, optimizer = build()
     for _ in range(3):

@@ -230,7 +230,9 @@ def adaptdl_loop(clock, clear, accumulate=True, epochs=2, samples=600):
     loader = adaptdl.AdaptiveDataLoader(data, batch_size=4, shuffle=True)
     loader.autoscale_batch_size(64, local_bsz_bounds=(None, 16), gradient_accumulation=accumulate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
-    wrapped = adaptdl.AdaptiveDataParallel(model, optimizer, mh.AdaScale(smoothing=0.99))
+    wrapped = adaptdl.AdaptiveDataParallel(
+        model, optimizer, scaling_rule=mh.AdaScale(smoothing=0.99)
+    )
     rule = wrapped.scaling_rule
     passes = []
     for epoch in adaptdl.remaining_epochs_until(epochs):
@@ -259,7 +261,9 @@ def test_adaptdls_loop_takes_a_step_after_the_last_pass_only(clock, clear):
 
     plain, data = noisy(600)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.002)
-    wrapped = adaptdl.AdaptiveDataParallel(plain, optimizer, mh.AdaScale(smoothing=0.99))
+    wrapped = adaptdl.AdaptiveDataParallel(
+        plain, optimizer, scaling_rule=mh.AdaScale(smoothing=0.99)
+    )
     expected = wrapped.scaling_rule
     while passes:
         size, more, _ = passes[0]

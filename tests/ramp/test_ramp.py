@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands.blocks import _optimizer
 from manyhands.ramp import _observed
 from manyhands.ramp._decision import Noise, StepTime, goodput
 
@@ -173,27 +172,6 @@ def test_training_is_the_plain_loop_with_the_same_numbers_of_passes(clock):
     assert optimizer.progress == expected.progress
 
 
-@pytest.mark.parametrize("spread", [8.0, 0.0])  # without noise it stays at a single micro-batch
-def test_a_run_continues_as_if_it_had_not_stopped(clock, spread):
-    def begin():
-        model, loader = quadratic(spread=spread)
-        optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.01))
-        return model, optimizer, mh.Ramp(optimizer, 16), loader
-
-    model, optimizer, ramp, loader = begin()
-    whole = train(clock, model, optimizer, ramp, loader, steps=200)
-
-    model, optimizer, ramp, loader = begin()
-    clock.now = 0.0
-    first = train(clock, model, optimizer, ramp, loader, steps=103)
-    saved = model.state_dict(), optimizer.state_dict(), ramp.state_dict()
-    model, optimizer, ramp, _ = begin()
-    for thing, state in zip((model, optimizer, ramp), saved, strict=True):
-        thing.load_state_dict(state)
-    second = train(clock, model, optimizer, ramp, loader[sum(first) :], steps=97)
-    assert first + second == whole
-
-
 @pytest.mark.parametrize("order", ["optimizer first", "ramp first", "mh.load"])
 @pytest.mark.parametrize(
     "rule",
@@ -281,14 +259,14 @@ def test_ranks_have_the_same_batches_and_end_together():
     torch.testing.assert_close(params, others, rtol=0, atol=0)
 
 
-def test_the_slowest_rank_decides():
-    """|g|^2 = 1, noise 64, and a pass is a scale of 2: sqrt(a 64 / 2) passes."""
+def test_the_mean_time_of_the_ranks_decides():
+    """|g|^2 = 1, noise 64, and a pass is a scale of 2: sqrt(a 64 / 2) passes, at the mean a."""
 
     def last(fixed):
         return run_ranks(2, on_ranks, (4000, 4000), fixed=fixed, steps=60, lr=1e-6)[0][0][-2]
 
     assert 3 <= last((1.0, 1.0)) <= 8
-    assert 12 <= last((1.0, 16.0)) <= 29
+    assert 12 <= last((1.0, 31.0)) <= 29
 
 
 def test_a_rank_without_data_ends_all():
@@ -451,29 +429,6 @@ def test_inside_blocks_each_worker_has_its_own_batch():
     assert weight == other_weight  # after a sync round
 
 
-def in_blocks_with_long_rounds():
-    clock = Clock(fixed=0.0)
-    _observed.time = _optimizer.time = clock
-    model, loader = quadratic(dist.get_rank(), batches=10_000, spread=8.0)
-    rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3), world_size=1)
-    blocks = mh.LocalSGD(rule, every=10)
-    ramp = mh.Ramp(rule, 64)
-    average = blocks._sync._merge
-
-    def take_40_seconds():
-        clock.now += 40.0
-        average()
-
-    blocks._sync._merge = take_40_seconds
-    train(clock, model, blocks, ramp, loader, steps=150)
-    return ramp.step_time.fixed, ramp.step_time.per_pass
-
-
-def test_a_sync_round_is_a_cost_of_all_the_steps_before_it():
-    for fixed, per_pass in run_ranks(2, in_blocks_with_long_rounds):
-        assert fixed == pytest.approx(40.0 / 10, rel=0.15) and per_pass == pytest.approx(1.0, 0.1)
-
-
 def test_micro_batches_of_different_sizes_are_averaged_over_their_tokens(clock):
     model, _ = quadratic()
     generator = torch.Generator().manual_seed(0)
@@ -532,20 +487,6 @@ def test_a_scale_that_was_set_becomes_that_of_a_pass(clock):
     ramp = mh.Ramp(optimizer, 32, goal="steps")
     seen = train(clock, model, optimizer, ramp, loader, steps=40)
     assert seen[-1] == 8 and ramp.scale == 32.0
-
-
-def test_what_it_does_can_be_recorded(tmp_path, clock):
-    model, loader = quadratic(spread=8.0, batches=1500)
-    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
-    ramp = mh.Ramp(optimizer, 64)
-    with mh.Record(tmp_path / "a.jsonl", optimizer, ramp) as record:
-        train(clock, model, optimizer, ramp, loader, after_step=lambda loss: record.step(loss=loss))
-    run = mh.read_record(tmp_path / "a.jsonl")
-    passes, predicted, actual = (
-        run.column(name) for name in ("batch_passes", "predicted_seconds", "step_seconds")
-    )
-    assert passes[-1] > 8
-    assert predicted[-1] == pytest.approx(actual[-1])
 
 
 def test_a_record_says_of_each_step_what_that_step_was(tmp_path, clock):

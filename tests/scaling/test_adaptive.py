@@ -1,7 +1,5 @@
 """adaptdl's usage: a rule made first, the data-parallel module counts the passes."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +27,7 @@ def train(kind, inner, passes, call, scale=None):
     model = make_model(torch.float64)
     optimizer = OPTIMIZERS[inner](two_groups(model))
     rule = getattr(mh, kind)(**({"smoothing": 0.9}))
-    adp = adaptdl.AdaptiveDataParallel(model, optimizer, rule, scale=scale)
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer, scaling_rule=rule, scale=scale)
     schedule = ExponentialLR(optimizer, 1.0)
     workers = dist.get_world_size() if ranked else 1
     x, y = make_batches(len(passes), workers * max(passes), dtype=torch.float64)
@@ -97,7 +95,7 @@ def test_several_synchronised_passes_accumulate_as_well():
     model = make_model(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rule = mh.AdaScale()
-    adp = adaptdl.AdaptiveDataParallel(model, optimizer, rule)
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer, scaling_rule=rule)
     x, y = make_batches(1, 3, dtype=torch.float64)
     mean = None
     for a in range(3):
@@ -132,30 +130,12 @@ def test_names_buffers_and_attributes_are_data_parallels():
     assert not adp.eval().module.training
 
 
-def test_legw_works_the_baselines_batch_size_out_of_the_first_input():
-    model = make_model()
-    rule = mh.LEGWScale(2, 100)
-    adp = adaptdl.AdaptiveDataParallel(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), rule, scale=8.0
-    )
-    assert "batch_size=from the first input" in repr(rule)
-    x, y = make_batches(1, 2, size=12)
-    with adp.no_sync():
-        loss_of(adp, x[0, 0], y[0, 0]).backward()
-    loss_of(adp, x[0, 1], y[0, 1]).backward()
-    rule.step()
-    assert rule.batch_size == 12 * 2 / 8  # leading dimension x workers x passes / scale
-    assert "batch_size=3" in repr(rule)
-    given = mh.LEGWScale(2, 100, batch_size=7)
-    other = make_model()
-    adaptdl.AdaptiveDataParallel(other, torch.optim.SGD(other.parameters(), lr=0.1), given)
-    assert given.batch_size == 7
-
-
 def test_the_statistics_have_adaptdls_names():
     model = make_model()
     rule = mh.AdaScale()
-    adp = adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(two_groups(model), lr=0.1), rule)
+    adp = adaptdl.AdaptiveDataParallel(
+        model, torch.optim.SGD(two_groups(model), lr=0.1), scaling_rule=rule
+    )
     adp.gns.set_accum_scale(2.0)
     x, y = make_batches(1, 2)
     with adp.no_sync():
@@ -196,42 +176,12 @@ def test_a_rule_may_be_bound_to_torchs_own_data_parallel():
     assert run_ranks(2, run) == [4.0, 4.0]
 
 
-def test_a_scheduler_may_be_the_third_argument_as_in_adaptdl():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = ExponentialLR(optimizer, 0.9)
-    adp = adaptdl.AdaptiveDataParallel(model, optimizer, schedule)
-    assert adp.lr_scheduler is schedule
-    assert type(adp.scaling_rule) is mh.AdaScale
-
-
-def test_a_copy_of_model_and_optimizer_goes_its_own_way():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adp = adaptdl.AdaptiveDataParallel(model, optimizer)
-    twin = copy.deepcopy(adp)
-    assert twin.scaling_rule.adp is twin
-    x, y = make_batches(1, 2)
-    with twin.no_sync():
-        loss_of(twin, x[0, 0], y[0, 0]).backward()
-    with pytest.raises(RuntimeError, match="no_sync"):
-        twin.scaling_rule.step()
-    for a in range(2):
-        with twin.no_sync() if a == 0 else torch.enable_grad():
-            loss_of(twin, x[0, a], y[0, a]).backward()
-    before = copy.deepcopy(model.state_dict())
-    twin.scaling_rule.step()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-        assert not torch.equal(value, twin.module.state_dict()[name])
-
-
 def test_zero_grad_and_unhook():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = optimizer.step
     rule = mh.AdaScale()
-    adp = adaptdl.AdaptiveDataParallel(model, optimizer, rule)
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer, scaling_rule=rule)
     x, y = make_batches(1, 1)
     loss_of(adp, x[0, 0], y[0, 0]).backward()
     adp.zero_grad(set_to_none=False)
@@ -247,97 +197,10 @@ def test_zero_grad_and_unhook():
     optimizer.step()  # the bare optimizer's again
 
 
-def test_arguments_that_are_mixed_up():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="expected a scaling rule, got str"):
-        adaptdl.AdaptiveDataParallel(model, optimizer, "AdaScale")
-    with pytest.raises(TypeError, match="got two arguments for rule"):
-        adaptdl.AdaptiveDataParallel(model, optimizer, mh.AdaScale(), scaling_rule=mh.AdaScale())
-
-
-def train_legw(first_sizes, later_sizes, load=None, **options):
-    """Steps of LEGWScale on batches of a size of each rank's own."""
-    ranked = dist.is_initialized()
-    rank = dist.get_rank() if ranked else 0
-    model = make_model(torch.float64)
-    rule = mh.LEGWScale(2, 24, **options)
-    adp = adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
-    if load is not None:
-        rule.load_state_dict(load)
-    seen = []
-    for step, sizes in enumerate([first_sizes, *later_sizes]):
-        x, y = make_batches(1, 1, size=sizes[rank], dtype=torch.float64, seed=10 * step + rank)
-        rule.zero_grad()
-        loss_of(adp, x[0, 0], y[0, 0]).backward()
-        rule.step()
-        seen.append((rule.batch_size, list(rule.factors)))
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return {"seen": seen, "weights": weights, "state": rule.state_dict()}
-
-
-def test_legw_decides_the_baselines_batch_once_and_ranks_agree_on_it():
-    """15 samples on two ranks are two small batches of 7.5, also after a partial batch."""
-    one, other = run_ranks(2, train_legw, [8, 7], [[8, 7], [3, 1], [8, 8]])
-    assert [size for size, _ in one["seen"]] == [7.5] * 4
-    assert one["seen"] == other["seen"]
-    assert torch.equal(one["weights"], other["weights"])
-
-
-def test_legw_continues_with_the_saved_baseline_batch(tmp_path):
-    begun = train_legw([6], [])
-    torch.save(begun["state"], tmp_path / "state")
-    state = torch.load(tmp_path / "state", weights_only=True)
-    again = train_legw([2], [[6]], load=state)
-    assert [size for size, _ in again["seen"]] == [6.0, 6.0]
-    assert "batch_size=6" in repr_after_loading(state)
-
-
-def repr_after_loading(state):
-    model = make_model(torch.float64)
-    rule = mh.LEGWScale(2, 24)
-    adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
-    assert "from the first input" in repr(rule)
-    rule.load_state_dict(state)
-    return repr(rule)
-
-
-def test_legw_before_its_batch_is_known():
-    for unbound in (mh.LEGWScale(2, 24), mh.LEGWScale(2, 24, batch_size=None)):
-        for ask in (lambda rule: rule.batch_size, lambda rule: rule.scale_lr(4.0)):
-            with pytest.raises(RuntimeError, match="unknown before the first step"):
-                ask(unbound)
-    assert mh.LEGWScale(2, 24, batch_size=3).scale_lr(4.0) == 0.0
-
-
-class OfNothing(nn.Module):
-    """A model whose input is not a tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = make_model()
-
-    def forward(self, batch):
-        return loss_of(self.inner, *batch)
-
-
-def step_of_no_tensor():
-    model = OfNothing()
-    rule = mh.LEGWScale(2, 24)
-    adp = adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
-    x, y = make_batches(1, 1)
-    adp([x[0, 0], y[0, 0]]).backward()
-    rule.step()
-
-
-def test_legw_without_a_tensor_among_the_inputs():
-    raises_on_ranks(2, RuntimeError, step_of_no_tensor, match="the model received no tensor")
-
-
 def adaptive(rule=None, inner=None, **options):
     model = make_model()
     optimizer = inner or torch.optim.SGD(model.parameters(), lr=0.1)
-    return adaptdl.AdaptiveDataParallel(model, optimizer, rule, **options)
+    return adaptdl.AdaptiveDataParallel(model, optimizer, scaling_rule=rule, **options)
 
 
 def passes_of(adp, number):
@@ -401,23 +264,19 @@ def test_a_misspelled_keyword_is_an_error_that_names_it(ranks):
     run_ranks(ranks, run) if ranks else run()
 
 
-def test_adaptdls_order_of_arguments_is_taken_by_position():
+def test_arguments_are_in_adaptdls_order():
     """(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, name), as in 0.2.11."""
     scaler, rule = torch.amp.GradScaler("cpu"), mh.LinearScale()
-    for schedule in (ExponentialLR(torch.optim.SGD(make_model().parameters()), 0.9), None):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rule = mh.LinearScale()
-        adp = adaptdl.AdaptiveDataParallel(model, optimizer, schedule, scaler, rule, "mine")
-        assert (adp.lr_scheduler, adp.scaling_rule, adp.name) == (schedule, rule, "mine")
-        assert rule._core.loss_scale.scaler is scaler
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = ExponentialLR(optimizer, 0.9)
-    adp = adaptdl.AdaptiveDataParallel(model, optimizer, schedule, scaling_rule=mh.LinearScale())
-    assert type(adp.scaling_rule) is mh.LinearScale
-    with pytest.raises(TypeError, match="mp_scaler must be a GradScaler, got str"):
-        adaptdl.AdaptiveDataParallel(model, optimizer, mp_scaler="mine")
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer, schedule, scaler, rule, "mine")
+    assert (adp.lr_scheduler, adp.scaling_rule, adp.name) == (schedule, rule, "mine")
+    assert rule._core.loss_scale.scaler is scaler
+    with pytest.raises(TypeError, match="Pass a rule by name: scaling_rule=rule"):
+        adaptdl.AdaptiveDataParallel(model, optimizer, mh.AdaScale())
+    with pytest.raises(TypeError, match="scaling_rule must be a scaling rule"):
+        adaptdl.AdaptiveDataParallel(model, optimizer, scaling_rule="AdaScale")
 
 
 def adaptive_run(steps, load=None, save_at=None):

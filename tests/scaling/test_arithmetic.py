@@ -18,7 +18,6 @@ from manyhands.scaling._noise import (
     estimate,
     gain,
     load_average,
-    save_average,
 )
 from manyhands.scaling._rules import legw_factor, sde_beta
 
@@ -95,7 +94,7 @@ def test_a_debiased_average_lies_among_its_values(values, smoothing):
         average = average.add((value,), smoothing)
     (result,) = average.value(0.0, 1)
     assert min(values) - 1e-6 <= result <= max(values) + 1e-6
-    assert load_average(DebiasedAverage, SavedEntries(save_average(average), "it"), 1) == average
+    assert load_average(DebiasedAverage, SavedEntries(average.to_state(), "it"), 1) == average
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20), smoothings)
@@ -105,7 +104,7 @@ def test_the_papers_average_is_the_plain_mean_at_first(values, smoothing):
         average = average.add((value,), smoothing)
     if len(values) < 1 / (1 - smoothing) - 1e-6:
         assert average.value(0.0, 1)[0] == pytest.approx(sum(values) / len(values), abs=1e-6)
-    assert load_average(PaperAverage, SavedEntries(save_average(average), "it"), 1) == average
+    assert load_average(PaperAverage, SavedEntries(average.to_state(), "it"), 1) == average
 
 
 @pytest.mark.parametrize("kind", [DebiasedAverage, PaperAverage])

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import re
 
 import pytest
 import torch
@@ -96,7 +95,7 @@ def test_an_explicit_scale_survives_where_passes_are_counted():
         model = make_model()
         rule = mh.AdaScale()
         adp = adaptdl.AdaptiveDataParallel(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), rule, scale=8.0
+            model, torch.optim.SGD(model.parameters(), lr=0.1), scaling_rule=rule, scale=8.0
         )
         if load is not None:
             rule.load_state_dict(load)
@@ -224,18 +223,6 @@ def test_progress_can_be_set():
 
 # -- options set in this run, and options in the state dict ------------------------------------
 
-EXPLICIT = {
-    "scale": (12.0, lambda rule: rule.scale, 2.0),
-    "smoothing": (0.5, lambda rule: rule.smoothing, 0.998),
-    "debias_ewma": (
-        False,
-        lambda rule: rule.state_dict()["manyhands"]["average"]["debiased"],
-        True,
-    ),
-    "var_floor": (0.0, lambda rule: rule.noise.var_floor, 1e-6),
-    "second_moment_floor": (0.01, lambda rule: rule._core.measurement.norms.floor, 1e-3),
-}
-
 
 def rule_after(steps, load=None, **options):
     model = make_model(torch.float64)
@@ -252,100 +239,31 @@ def rule_after(steps, load=None, **options):
     return rule
 
 
-@pytest.mark.parametrize("name", EXPLICIT)
-def test_explicit_options_win_over_the_state_dict_and_all_others_come_from_it(name):
-    said, read, default = EXPLICIT[name]
-    saved_by_default = copy.deepcopy(rule_after(8).state_dict())
-    both = f"{name}={said} here, {default} in the state dict"
-    with pytest.warns(UserWarning, match=re.escape(both)) as warned:
-        rule = rule_after(0, load=saved_by_default, **{name: said})
-    assert len(warned) == 1
-    assert read(rule) == said
-    # saved as said, and taken from there by a run that says nothing; and by the one after that
-    state = copy.deepcopy(rule.state_dict())
-    again = rule_after(1, load=state)
-    assert read(again) == said
-    assert read(rule_after(0, load=copy.deepcopy(again.state_dict()))) == said
-    assert read(rule_after(0, load=state, **{name: said})) == said  # the same: nothing to say
-    if name == "debias_ewma":  # True is in the signature, so it counts as not given
-        assert read(rule_after(0, load=state, debias_ewma=True)) is False
-        return
-    with pytest.warns(UserWarning, match=f"{name}="):
-        back = rule_after(0, load=state, **{name: default})  # the default, but said
-    assert read(back) == default
-
-
-def test_one_warning_names_all_options_that_differ():
-    state = copy.deepcopy(rule_after(2, scale=4.0).state_dict())
-    message = "scale=12.0 here, 4.0 in the state dict; smoothing=0.5 here, 0.998 in the state dict"
-    with pytest.warns(UserWarning, match=re.escape(message)) as warned:
-        rule = rule_after(0, load=state, scale=12.0, smoothing=0.5)
-    assert len(warned) == 1
-    assert (rule.scale, rule.smoothing) == (12.0, 0.5)
-
-
 def test_a_scale_that_was_set_before_loading_is_explicit():
     state = copy.deepcopy(rule_after(2).state_dict())
     rule = rule_after(0)
     rule.set_scale(6.0)
-    with pytest.warns(UserWarning, match=r"scale=6.0 here, 2.0 in the state dict"):
-        rule.load_state_dict(state)
+    rule.load_state_dict(state)
     assert rule.scale == 6.0
     rule = rule_after(0)
     rule.set_scale_per_pass(5.0)
-    with pytest.warns(UserWarning, match=r"scale=10.0 here, 2.0 in the state dict"):
-        rule.load_state_dict(state)
+    rule.load_state_dict(state)
     rule.set_num_gradients_to_accumulate(3)
     assert rule.scale == 15.0
 
 
-def test_the_other_kind_of_average_continues_from_the_same_values():
+@pytest.mark.parametrize(("name", "said"), [("scale", 12.0), ("smoothing", 0.5)])
+def test_arguments_win_over_the_state_dict_which_wins_over_defaults(name, said):
+    state = copy.deepcopy(rule_after(8, **{name: said}).state_dict())
+    assert getattr(rule_after(0, load=state), name) == said
+    again = copy.deepcopy(rule_after(1, load=state).state_dict())
+    assert getattr(rule_after(0, load=again), name) == said
+    assert getattr(rule_after(0, load=state, **{name: 0.75 * said}), name) == 0.75 * said
+
+
+def test_a_loaded_average_stays_of_its_kind():
     rule = rule_after(12, smoothing=0.75)
     state = copy.deepcopy(rule.state_dict())
-    with pytest.warns(UserWarning, match="debias_ewma=False here"):
-        papers = rule_after(0, load=state, smoothing=0.75, debias_ewma=False)
-    assert papers.noise.raw_var == pytest.approx(rule.noise.raw_var)
-    assert papers.noise.raw_sqr == pytest.approx(rule.noise.raw_sqr)
-
-
-def test_options_of_rules_of_their_own():
-    def sqrt_scale(**options):
-        adam = torch.optim.Adam(make_model().parameters())
-        return mh.SqrtScale(adam, num_gradients_to_accumulate=2, **options)
-
-    state = sqrt_scale(rescale_adam=True).state_dict()
-    taken = sqrt_scale()
-    taken.load_state_dict(state)
-    assert taken._overrides(taken.param_groups[0], 1.0)["eps"] < 1e-8
-    said = sqrt_scale(rescale_adam=False)
-    with pytest.warns(UserWarning, match="rescale_adam=False here, True in the state dict"):
-        said.load_state_dict(state)
-    assert said._overrides(said.param_groups[0], 1.0) == {}
-
-    def legw(epochs, **options):
-        sgd = torch.optim.SGD(make_model().parameters(), lr=0.1)
-        return mh.LEGWScale(epochs, 100, sgd, **options)
-
-    other = legw(2, batch_size=4)
-    with pytest.warns(UserWarning, match=r"base_warmup_epochs=2 here, 1 in .*; batch_size=4 here"):
-        other.load_state_dict(legw(1, batch_size=8).state_dict())
-    assert other.batch_size == 4
-
-
-def test_an_option_that_makes_no_sense_in_a_state_dict_changes_nothing():
-    rule = rule_after(2)
-    state = copy.deepcopy(rule.state_dict())
-    before = rule.snapshot()
-    state["manyhands"]["options"]["var_floor"] = -1.0
-    with pytest.raises(ValueError, match=r"var_floor must be a finite number at least 0"):
-        rule.load_state_dict(state)
-    assert rule.snapshot() == before
-
-
-def test_options_that_are_loaded_reach_a_proxy_made_before():
-    """Lightning's optimizer is of a derived class, with a copy of the attributes."""
-    rule = rule_after(0)
-    proxy = object.__new__(type("Proxy", (type(rule),), {}))
-    proxy.__dict__.update(vars(rule))
-    rule.load_state_dict(copy.deepcopy(rule_after(0, var_floor=0.0).state_dict()))
-    assert proxy.state_dict()["manyhands"]["options"]["var_floor"] == 0.0
+    papers = rule_after(0, load=state, debias_ewma=False)
+    assert papers.noise.raw_var == rule.noise.raw_var
+    assert papers.state_dict()["manyhands"]["average"] == state["manyhands"]["average"]

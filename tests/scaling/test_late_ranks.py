@@ -43,8 +43,8 @@ def train(mistake, **ddp):
 
 
 WORDS = {
-    "a subset": r"which is this rank. Here 2 of 4 parameters had no gradient .*numbers 2, 3\)",
-    "a freeze": r"Here 1 of 4 parameters had no gradient in the step's last .*numbers 2\)",
+    "a subset": r"which is this rank. Here 2 of 4 parameters had no gradient .*first is number 2\)",
+    "a freeze": r"Here 1 of 4 parameters had no gradient in the step's last .*first is number 2\)",
     "no backward": r"rank 1, which is this rank. Here step\(\) was called without a backward\(\)",
     "no_sync": r"computed by this rank alone. Run the last pass outside no_sync\(\)",
 }

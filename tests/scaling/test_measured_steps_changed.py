@@ -104,14 +104,6 @@ def test_a_state_from_between_is_loaded_where_every_step_is_measured():
     assert idle == [True, False, False, False]
 
 
-@pytest.mark.parametrize("schedule", [[0, 0, 0], "ab", None])
-def test_a_damaged_position_is_found(schedule):
-    *_, (_, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
-    entry = {**optimizer.scaling_state_dict(), "schedule": schedule}
-    with pytest.raises(ValueError, match="schedule must be a list of 2"):
-        optimizer.load_scaling_state_dict(entry)
-
-
 def test_another_number_of_workers_goes_on_from_the_same_position():
     *_, (model, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
     state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
@@ -126,27 +118,7 @@ def test_another_number_of_workers_goes_on_from_the_same_position():
     assert run_ranks(3, go) == [expected] * 3
 
 
-def test_a_copy_is_at_the_same_position():
-    *_, (_, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
-    twin = copy.deepcopy(optimizer)
-    for each in (twin, optimizer):
-        assert each._core.measurement.schedule.to_state() == [1, 1]
-
-
 # -- changes in the middle ----------------------------------------------------------------------
-
-
-def test_set_scale_between_two_measured_steps_changes_the_gain_at_once():
-    def go():
-        for _, optimizer in train("AdaScale", 1):
-            if optimizer.snapshot()["step"] == SETTLED + 2:
-                noise = optimizer.noise
-                optimizer.set_scale(3.0)
-                assert optimizer.gain() == noise.gain(3.0) != noise.gain(2.0)
-            yield optimizer._core.measurement.hooks.idle
-
-    expected = [not is_measured(step) for step in range(STEPS)]
-    assert run_ranks(2, lambda: list(go())) == [expected] * 2
 
 
 def test_passes_that_change_between_two_measured_steps():

@@ -50,7 +50,7 @@ def every_step_measured(what):
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     if what == "AdaptiveDataParallel":
         optimizer = mh.AdaScale(smoothing=SMOOTHING)
-        model = adaptdl.AdaptiveDataParallel(model, inner, optimizer)
+        model = adaptdl.AdaptiveDataParallel(model, inner, scaling_rule=optimizer)
     else:
         optimizer = mh.AdaScale(inner, **options)
     ramp = mh.Ramp(optimizer, max_scale=2.0) if what == "Ramp" else None
@@ -178,7 +178,7 @@ def test_one_worker_with_too_few_passes_gets_the_error_that_it_gets_without_the_
     *_, (model, optimizer) = train("AdaScale", 2, steps=step)
     optimizer.zero_grad()
     model(torch.randn(4, 3, dtype=torch.float64)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"after 1 of 2 backward passes.*short_step='count'"):
+    with pytest.raises(RuntimeError, match=r"after 1 of 2 backward passes.*pass an Accumulation"):
         optimizer.step()
 
 

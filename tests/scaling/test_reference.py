@@ -80,7 +80,7 @@ def train_as_adaptdl(case):
         scaler = SimpleNamespace(get_scale=lambda: case["loss_scale"])
     rule = getattr(mh, case["rule"])()
     adp = adaptdl.AdaptiveDataParallel(
-        model, optimizer, rule, mp_scaler=scaler, find_unused_parameters=True
+        model, optimizer, scaling_rule=rule, mp_scaler=scaler, find_unused_parameters=True
     )
     steps = []
     grads = numbers(case["grads"])

@@ -85,14 +85,14 @@ def unaveraged(model, last):
     return contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
 
 
-def train(wrapper, rule, found, clip=None, passes=PASSES, loop_kind=Loop, **options):
+def train(wrapper, rule, found, clip=None, passes=PASSES, loop_kind=Loop):
     """Return the parameters and what was read after each step."""
     rule, _, optim, arguments = RULES[rule]
     rank, size = rank_and_size()
     model, optimizer = under(wrapper, optim, arguments)
     loop = loop_kind()
     declared = loop if found is True else N
-    optimizer = rule(optimizer, num_gradients_to_accumulate=declared, **options)
+    optimizer = rule(optimizer, num_gradients_to_accumulate=declared)
     if found == "follow":  # the loop met the rule later
         optimizer.port.follow(loop)
     x, y = make_batches(len(passes), N * size, dtype=torch.float64)
@@ -100,14 +100,9 @@ def train(wrapper, rule, found, clip=None, passes=PASSES, loop_kind=Loop, **opti
     for step, count in enumerate(passes):
         for a in range(count):
             loop.sync_gradients = last = a == count - 1
-            if found == "port":  # a loop that calls zero_grad() and step() in every pass
-                optimizer.port.end_pass(last)
-                optimizer.zero_grad()
             with unaveraged(model, last):
                 i = a * size + rank
                 (loss_of(model, x[step, i], y[step, i]) / N).backward()
-            if found == "port" and not last:
-                optimizer.step()
         if clip is not None and wrapper == "sharded":
             optimizer.clip_grad_norm(clip)
         elif clip is not None:
@@ -147,20 +142,18 @@ def assert_plain(result, expected):
     torch.testing.assert_close(params, expected[0], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("found", [False, True, "port"], ids=["declared", "found", "port"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_counted_short_step_is_the_plain_one_of_its_passes(rule, found):
+def test_a_short_step_is_the_plain_one_of_its_passes(rule):
     passes = [count for count in PASSES if count > 1]  # one gradient alone has no noise
-    result = train(None, rule, found, passes=passes, short_step="count")
+    result = train(None, rule, True, passes=passes)
     assert_plain(result, plain(rule, 1, passes=passes))
 
 
-@pytest.mark.sample("DDP-declared", "sharded-found", "fully_shard-port")
-@pytest.mark.parametrize("found", [False, True, "port"], ids=["declared", "found", "port"])
+@pytest.mark.sample("DDP", "sharded", "fully_shard")
 @pytest.mark.parametrize("wrapper", ["DDP", "OSS", "sharded", "FSDP", "fully_shard"])
-def test_a_counted_short_step_on_two_ranks(wrapper, found):
+def test_a_short_step_on_two_ranks(wrapper):
     expected = plain("AdaScale", 2)
-    for result in run_ranks(2, train, wrapper, "AdaScale", found, short_step="count"):
+    for result in run_ranks(2, train, wrapper, "AdaScale", True):
         assert_plain(result, expected)
 
 
@@ -171,10 +164,9 @@ def test_a_gradient_is_clipped_as_the_mean_of_the_passes_that_there_were(wrapper
         assert_plain(result, expected)
 
 
-@pytest.mark.parametrize("found", [True, "follow"])
-def test_counting_is_the_default_where_the_loop_decides(found):
+def test_a_loop_that_meets_the_rule_later():
     passes = [4, 3, 4]
-    result = train(None, "LinearScale", found, passes=passes)
+    result = train(None, "LinearScale", "follow", passes=passes)
     assert_plain(result, plain("LinearScale", 1, passes=passes))
 
 
@@ -259,14 +251,20 @@ def test_the_noise_scale_counts_the_short_steps_of_a_loop():
 # -- mistakes ----------------------------------------------------------------------------------
 
 
+class SilentLoop(Loop):
+    """One that never says which pass is the last."""
+
+    sync_gradients = property(lambda self: False, lambda self, value: None)
+
+
 @pytest.mark.parametrize("found", [False, True], ids=["declared", "found"])
 def test_a_short_step_is_an_error_that_says_what_to_do(found):
     def step():
-        train("DDP", "AdaScale", found, passes=[4, 2], short_step="error")
+        train("DDP", "AdaScale", found, passes=[4, 2][found:], loop_kind=SilentLoop)
 
     said = r"after 2 of 4 .* call set_num_gradients_to_accumulate\(2\)"
     said = r"after 2 of 4 .* gradient_accumulation_steps to 2," if found else said
-    raises_on_ranks(2, RuntimeError, step, match=said + r" .* by 2\. .*short_step='count'")
+    raises_on_ranks(2, RuntimeError, step, match=said + r" .* by 2\. .* pass an Accumulation")
 
 
 def test_the_way_out_is_right_in_a_loop_that_clips_and_divides_by_the_passes_that_there_are():
@@ -296,29 +294,10 @@ def test_the_way_out_is_right_in_a_loop_that_clips_and_divides_by_the_passes_tha
 
 def test_without_any_pass_there_is_nothing_to_count():
     optimizer = mh.AdaScale(
-        SGD(make_model().parameters(), lr=0.1), num_gradients_to_accumulate=2, short_step="count"
+        SGD(make_model().parameters(), lr=0.1), num_gradients_to_accumulate=Loop()
     )
     with pytest.raises(RuntimeError, match=r"step\(\) without a backward\(\)"):
         optimizer.step()
-
-
-def test_a_gradient_that_was_clipped_as_a_whole_steps_cannot_be_counted():
-    model = make_model()
-    optimizer = mh.AdaScale(
-        SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=N, short_step="count"
-    )
-    backward(model, 2)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    with pytest.raises(RuntimeError, match=r"was changed .* call set_num_gradients_to_acc"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("wrapper", ["DDP", "sharded", "FSDP", "fully_shard"])
-def test_nor_can_one_of_several_ranks(wrapper):
-    def clipped():
-        train(wrapper, "AdaScale", False, clip=0.1, passes=[4, 3], short_step="count")
-
-    raises_on_ranks(2, RuntimeError, clipped, match=r"after 3 of 4 .* was changed")
 
 
 @pytest.mark.parametrize("passes", [(4, 3), (3, 2)])
@@ -336,31 +315,18 @@ def test_ranks_that_run_different_numbers_of_passes(passes):
     raises_on_ranks(2, RanksDisagree, step, match="different numbers of backward passes in a step")
 
 
-def test_ranks_that_have_different_policies():
-    def make():
-        policy = "count" if dist.get_rank() else "error"
-        mh.AdaScale(SGD(make_model().parameters(), lr=0.1), short_step=policy)
-
-    raises_on_ranks(2, ValueError, make, match="different short_step")
-
-
-def test_policies_that_make_no_sense():
-    def make(**options):
-        mh.AdaScale(SGD(make_model().parameters(), lr=0.1), **options)
-
-    with pytest.raises(ValueError, match="short_step must be one of 'error', 'count', got 'c'"):
-        make(short_step="c")
-    with pytest.raises(ValueError, match="requires losses divided by the passes"):
-        make(short_step="count", is_scaled_loss=False)
+def test_a_loop_that_decides_divides_its_losses():
+    sgd = SGD(make_model().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="must divide the losses"):
+        mh.AdaScale(sgd, num_gradients_to_accumulate=Loop(), is_scaled_loss=False)
 
 
 def test_a_weighted_mean_has_all_passes():
     model = make_model()
-    optimizer = mh.AdaScale(
-        SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=N, short_step="count"
-    )
+    loop = Loop()
+    optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=loop)
     mean = mh.WeightedMean([4] * N, optimizer)
     x, y = make_batches(1, N)
-    mean(loss_of(model, x[0, 0], y[0, 0])).backward()
+    loop.sync_gradients = True
     with pytest.raises(RuntimeError, match=r"a WeightedMean of 4 counts, but only 1 backward"):
-        optimizer.step()
+        mean(loss_of(model, x[0, 0], y[0, 0])).backward()

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
@@ -113,30 +112,6 @@ def test_a_gradient_that_a_hook_changes_within_the_pass_spoils_one_step():
     assert optimizer.snapshot()["nonfinite"] == 1
     _, optimizer = train("AdaScale", held=False, hook=double)
     assert optimizer.snapshot()["nonfinite"] == 0
-
-
-def test_two_parts_of_one_gradient_are_summed():
-    """In one pass, for a parameter that reentrant checkpoints share."""
-    from torch.utils.checkpoint import checkpoint
-
-    def progress(held):
-        torch.manual_seed(0)
-        layer = nn.Linear(3, 3).double()
-        optimizer = RULES["AdaScale"](list(layer.parameters()))
-        optimizer._core.measurement.hooks._on_cpu = not held
-        x, _ = make_batches(6, 3, dtype=torch.float64)
-        for step in range(6):
-            optimizer.zero_grad()
-            for a in range(3):
-                given = x[step, a].requires_grad_()
-                twice = checkpoint(
-                    layer, checkpoint(layer, given, use_reentrant=True).tanh(), use_reentrant=True
-                )
-                (twice.square().mean() / 3).backward()
-            optimizer.step()
-        return optimizer.progress
-
-    assert progress(True) == pytest.approx(progress(False), rel=1e-9)
 
 
 @pytest.mark.parametrize("floor", [0.0, 1e-3, 0.5])

@@ -93,7 +93,7 @@ def test_on_one_worker_with_passes_that_are_counted():
     """`AdaptiveDataParallel` divides by the passes itself."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    wrapped = adaptdl.AdaptiveDataParallel(model, optimizer, Unscaled())
+    wrapped = adaptdl.AdaptiveDataParallel(model, optimizer, scaling_rule=Unscaled())
     for step in range(3):
         batches = list(tokens(COUNTS[0], 10 * step))
         mean = mh.WeightedMean([len(y) for _, y in batches], optimizer)

@@ -8,7 +8,7 @@ The optimizers store all state:
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -40,10 +40,6 @@ class SeveralOptimizers(Optimizer):
         self.defaults = {}
         self._groups: list[ParamGroup] = []
         self._state = _StateOfSeveral(self.optimizers)
-        self._optimizer_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_state_dict_post_hooks = OrderedDict()
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_load_state_dict_post_hooks = OrderedDict()
 
     @property
     def names(self) -> list[str]:
@@ -129,8 +125,6 @@ class SeveralOptimizers(Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return a state dict with all groups; "several" has the remainder."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
         state: dict[object, object] = {}
         groups: list[ParamGroup] = []
         several: list[dict[str, object]] = []
@@ -147,14 +141,9 @@ class SeveralOptimizers(Optimizer):
                     unnumbered[key] = value
             several.append({**described, "state": unnumbered, "other": own})
             first += count
-        found: StateDict = {"state": state, "param_groups": groups, SEVERAL: several}
-        for after in self._optimizer_state_dict_post_hooks.values():
-            found = after(self, found) or found
-        return found
+        return {"state": state, "param_groups": groups, SEVERAL: several}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
         check_same_optimizers(self, state_dict)
         groups = list(state_dict["param_groups"])
         first = 0
@@ -171,8 +160,6 @@ class SeveralOptimizers(Optimizer):
             first += count
         for each, part in zip(self.optimizers, parts, strict=True):
             each.load_state_dict(part)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self.optimizers))

@@ -120,9 +120,6 @@ class OptimizerWrapper(Optimizer):
 
         return run
 
-    def after_sync(self, seconds: float) -> None:
-        """Handle a sync round, in seconds, of blocks around this optimizer."""
-
     def stop_agreed(self) -> bool | None:
         """Return whether all ranks have agreed to stop; None without an exchange of notices."""
         return None
@@ -152,7 +149,8 @@ class OptimizerWrapper(Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} refers to parameters and cannot be pickled. Save state_dict()."
+            f"{type(self).__name__} refers to parameters, and cannot be copied or pickled. Save "
+            "state_dict()."
         )
 
 

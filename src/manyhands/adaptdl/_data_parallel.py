@@ -9,15 +9,13 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer, RMSprop
-from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._arguments import instance
 from manyhands._optimizers.modules import ModuleWrapper
 from manyhands._optimizers.wrappers import LossScaler, wrapped_attribute
-from manyhands.scaling._hooks import fsdp_modules
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale
 
@@ -45,7 +43,7 @@ class AdaptiveDataParallel(ModuleWrapper):
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> rule = AdaScale()
-    >>> model = AdaptiveDataParallel(model, optimizer, rule)
+    >>> model = AdaptiveDataParallel(model, optimizer, scaling_rule=rule)
     >>> with model.no_sync():  # every pass except the last of a step
     ...     model(torch.randn(8, 4)).square().mean().backward()
     >>> model(torch.randn(8, 4)).square().mean().backward()
@@ -59,10 +57,10 @@ class AdaptiveDataParallel(ModuleWrapper):
     Args:
         model: the module. A `fully_shard` module is not wrapped in DDP.
         optimizer: a bare optimizer of these parameters. The rule replaces `step` and `zero_grad`.
-        rule: an unbound rule. Default: `AdamScale()` for Adam and RMSprop, otherwise `AdaScale()`.
-            `scaling_rule=` is an alias. (Also accepted: adaptdl's order, scheduler, scaler, rule.)
         lr_scheduler: stored as an attribute, but not saved.
         mp_scaler: the `GradScaler` in use.
+        scaling_rule: an unbound rule. Default: `AdamScale()` for Adam and RMSprop, otherwise
+            `AdaScale()`.
         scale: size of the full batch in small batches.
         name: stored as an attribute.
         ddp_arguments: further arguments of `DistributedDataParallel`.
@@ -74,9 +72,8 @@ class AdaptiveDataParallel(ModuleWrapper):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        rule: ScalingRuleBase | LRScheduler | None = None,
         lr_scheduler: object = None,
-        mp_scaler: LossScaler | ScalingRuleBase | None = None,
+        mp_scaler: LossScaler | None = None,
         scaling_rule: ScalingRuleBase | None = None,
         name: str = "adaptdl-dataparallel",
         *,
@@ -87,17 +84,23 @@ class AdaptiveDataParallel(ModuleWrapper):
         instance("model", model, nn.Module, "a torch.nn.Module")
         # Rejects misspelt keywords, even if no process group exists, and therefore no DDP.
         inspect.signature(DistributedDataParallel.__init__).bind(None, None, **ddp_arguments)
-        arguments = _sort_arguments(rule, lr_scheduler, mp_scaler, scaling_rule)
-        rule = arguments.get("rule")
-        mp_scaler = arguments.get("mp_scaler")
+        if isinstance(lr_scheduler, ScalingRuleBase):
+            raise TypeError(
+                f"lr_scheduler must be a scheduler or None, got {type(lr_scheduler).__name__}. "
+                "Pass a rule by name: scaling_rule=rule."
+            )
+        rule = scaling_rule
         if rule is None:
             rule = AdamScale() if isinstance(optimizer, Adam | RMSprop) else AdaScale()
+        instance("scaling_rule", rule, ScalingRuleBase, "a scaling rule, such as AdaScale()")
         self.module = model
         self.scaling_rule = rule
-        self.lr_scheduler = arguments.get("lr_scheduler")
-        self.name = arguments.get("name", name)
-        self.leading_dimension: int | None = None  # of the first training input
-        self._fsdp_modules = fsdp_modules(model)  # fully_shard averages their gradients
+        self.lr_scheduler = lr_scheduler
+        self.name = name
+        self._fsdp_modules: list[Any] = []  # fully_shard averages their gradients
+        for module in model.modules():
+            if hasattr(module, "set_requires_gradient_sync"):
+                self._fsdp_modules.append(module)
         if self._fsdp_modules and ddp_arguments:
             names = ", ".join(ddp_arguments)
             raise TypeError(f"fully_shard averages the gradients of this model. Omit {names}.")
@@ -156,16 +159,9 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the model. In training, first read from the loader whether the step continues."""
-        trains = self.training and torch.is_grad_enabled()
-        if trains and self._loader is not None:
+        if self.training and torch.is_grad_enabled() and self._loader is not None:
             self._loader.attach(self)
             self.set_accumulating(self._loader.accumulates)
-        if trains and self.leading_dimension is None:
-            # The size of the first micro-batch, for LEGWScale.
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    self.leading_dimension = value.shape[0]
-                    break
         model: nn.Module = self.module
         if self._parallel:
             model = self._parallel[0]
@@ -198,35 +194,6 @@ class AdaptiveDataParallel(ModuleWrapper):
             "Learning_Rate_Factor": sum(factors) / len(factors),
         }
         write_scalars(writer, values, global_step, tag_prefix)
-
-
-def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object) -> dict[str, Any]:
-    """Return the arguments after the optimizer by name, for either order."""
-    # (rule, lr_scheduler, mp_scaler, scaling_rule), or adaptdl's (lr_scheduler, mp_scaler,
-    # scaling_rule, name). Types identify arguments, then positions.
-    named: dict[str, Any] = {}
-    for position, value in enumerate((third, fourth, fifth, sixth)):
-        if value is None:
-            continue
-        if isinstance(value, ScalingRuleBase):
-            kind = "rule"
-        elif hasattr(value, "get_scale"):  # any gradient scaler
-            kind = "mp_scaler"
-        elif isinstance(value, LRScheduler) or position == 1:
-            kind = "lr_scheduler"
-        elif isinstance(value, str) and position == 3:
-            kind = "name"
-        elif position == 2:
-            raise TypeError(f"mp_scaler must be a GradScaler, got {type(value).__name__}.")
-        else:
-            raise TypeError(
-                f"expected a scaling rule, got {type(value).__name__}. Pass other arguments by "
-                "name."
-            )
-        if kind in named:
-            raise TypeError(f"got two arguments for {kind}. Pass only one.")
-        named[kind] = value
-    return named
 
 
 class GradientStatistics:

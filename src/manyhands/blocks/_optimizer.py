@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -319,11 +318,8 @@ class Blocks(OptimizerWrapper):
             each._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
         sync.count_step()
         if not self.alone:
-            began = time.perf_counter()
             with torch.no_grad():
                 sync.after_step()
-            if isinstance(self._inner, OptimizerWrapper):
-                self._inner.after_sync(time.perf_counter() - began)
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # the inner step runs the step hooks; torch must not repeat them

@@ -181,36 +181,31 @@ def decide(
     else:
         # Growing must pay even if `sqr` is higher by `CAUTION` standard errors. Shrinking must pay
         # even if `sqr` is one standard error lower.
+        cost = StepTime(PRICE_OF_A_STEP, scale_per_pass)
+        if limits.goal == "time":
+            assert time is not None
+            cost = time
+
+        def best(noise: Noise) -> int:
+            if limits.efficiency is not None:
+                return most_efficient_passes(noise, limits.efficiency, scale_per_pass, limits.most)
+            return fastest_passes(noise, cost, scale_per_pass, limits.most)
+
         used = noise.shifted(+CAUTION)
-        target = _best_passes(used, time, scale_per_pass, limits)
+        target = best(used)
         if target < passes_here:
             used = noise.shifted(-1.0)
-            target = min(_best_passes(used, time, scale_per_pass, limits), passes_here)
-        price = _cost_of_step(time, scale_per_pass, limits)
-        if price is not None:
-            now, best = (goodput(used, price, scale_per_pass, p) for p in (passes_here, target))
-            if best < now * (1.0 + MARGIN):
+            target = min(best(used), passes_here)
+        if limits.efficiency is None:
+            here = goodput(used, cost, scale_per_pass, passes_here)
+            there = goodput(used, cost, scale_per_pass, target)
+            if there < here * (1.0 + MARGIN):
                 return Decision(passes_here, "stay", target)
     if target > passes_here:
         return Decision(min(target, math.floor(passes_here * GROWTH)), "grow", target)
     if target < passes_here:
         return Decision(max(target, math.ceil(passes_here / GROWTH)), "shrink", target)
     return Decision(passes_here, "stay", target)
-
-
-def _best_passes(noise: Noise, time: StepTime | None, scale_per_pass: float, limits: Limits) -> int:
-    price = _cost_of_step(time, scale_per_pass, limits)
-    if price is not None:
-        return fastest_passes(noise, price, scale_per_pass, limits.most)
-    assert limits.efficiency is not None
-    return most_efficient_passes(noise, limits.efficiency, scale_per_pass, limits.most)
-
-
-def _cost_of_step(time: StepTime | None, scale_per_pass: float, limits: Limits) -> StepTime | None:
-    """Return the cost of a step, in seconds or in samples."""
-    if limits.goal == "time":
-        return time
-    return None if limits.efficiency is not None else StepTime(PRICE_OF_A_STEP, scale_per_pass)
 
 
 def _neighbouring_passes(passes: int, most: int) -> int:

@@ -141,11 +141,9 @@ class Supply:
     """Hands out a loader's micro-batches by steps, with equal numbers on all ranks."""
 
     _optimizer: ScaledOptimizer
-    _steps: int = 0  # optimizer steps
-    _ready: int = 0  # micro-batches that are ready on this rank
+    ready: int = 0  # micro-batches that are ready on this rank
     _left: int = 0  # remaining micro-batches on every rank, by the last reports
-    _handed_out: int = 0  # micro-batches
-    _reported_at: int = 0  # micro-batches handed out before the last report
+    _reported: bool = False  # whether ranks have reported since the last step was handed out
     _loops: int = 0  # loops started
     hands_out: bool = False  # whether a loop is in progress
 
@@ -162,20 +160,19 @@ class Supply:
         ready: deque[Batch] = deque()
         ready.extend(islice(batches, look_ahead()))
         self._left = self._fewest_ready(len(ready))
-        steps = -1
+        self._reported = True
         while True:
-            if self._left == 0 and self._steps == steps:
+            if self._left == 0 and not self._reported:
                 # The loop has skipped the optimizer step that carries the reports.
                 self._left = self._fewest_ready(len(ready))
             if self._left == 0:
                 return
             count = min(passes(), self._left)
-            steps = self._steps
             step = [ready.popleft() for _ in range(count)]
             ready.extend(islice(batches, max(0, look_ahead() - len(ready))))
-            self._ready = len(ready)
-            self._handed_out += count
+            self.ready = len(ready)
             self._left -= count  # `step_ended` corrects this after an optimizer step
+            self._reported = False
             self.hands_out = True
             try:
                 yield step
@@ -187,16 +184,11 @@ class Supply:
                     "single loop. End each loop before the next. Evaluate with the plain loader."
                 )
 
-    def report(self) -> int:
-        self._reported_at = self._handed_out
-        return self._ready
-
     def step_ended(self, reports: Sequence[RankReport]) -> None:
         """Update the remaining micro-batches from all ranks' reports."""
-        self._steps += 1
+        self._reported = True
         if reports:
-            used_since = self._handed_out - self._reported_at
-            self._left = int(min(report.batches for report in reports)) - used_since
+            self._left = int(min(report.batches for report in reports))
 
     def _fewest_ready(self, ready: int) -> int:
         """Return the minimum over all ranks, by a separate collective."""

@@ -1,4 +1,4 @@
-"""Observe a run's steps for `Ramp`: noise, step times, ranks.
+"""Observe a run's steps for `Ramp`: noise and step times.
 
 **`NoiseWatch`: error and memory of the noise estimate.** If noise dominates and is Gaussian, a step
 with n small batches estimates sqr = |true gradient|^2 (`scaling/_noise.py`) with the variance
@@ -25,28 +25,24 @@ loss. A memory based on the measured d also follows single steps too closely (`d
 estimate near zero would select the largest batch. Shrinking requires that sqr - error var calls for
 a smaller batch.
 
-**`StepTimer`: step times.** A step of p passes takes a + b p seconds on the slowest worker,
-including data, backward, communication and optimizer. `StepTimes` stores the last `WINDOW` steps.
-For each p it computes a mean in which a pause (an evaluation, a checkpoint, a compilation) counts
-as no more than `CUT_OFF` times the usual deviation from the median. The slope b is the weighted
-median of the slopes between pairs of numbers of passes (Theil and Sen). The constant a is the
-weighted median of the remainders.
-
-Ranks that average gradients have equal step times in the long run. The maximum over ranks of a
-single step is larger. So `SlowestRank` selects a rank to take times from, until the times of a
-different rank are longer by the factor `SLOWER`.
-
-`SyncRounds` divides the time of the sync rounds of blocks evenly among all steps.
+**`StepTimer`: step times.** A step of p passes takes a + b p seconds, including data, backward,
+communication and optimizer. Ranks that average gradients have equal step times in the long run, so
+the time of a step is the mean over ranks; the maximum would be too large. `StepTimes` stores the
+last `WINDOW` steps. For each p it computes a mean in which a pause (an evaluation, a checkpoint, a
+compilation) counts as no more than `CUT_OFF` times the usual deviation from the median. The slope b
+is the weighted median of the slopes between pairs of numbers of passes (Theil and Sen). The
+constant a is the weighted median of the remainders. The sync rounds of blocks count as pauses.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
-from itertools import combinations
+from itertools import accumulate, combinations
 from statistics import fmean, median
 
 from manyhands._optimizers.state_parts import SavedEntries
@@ -63,11 +59,8 @@ DEVIATIONS_FADE = 0.99  # the weight of past deviations, per step
 LARGEST_DEVIATION = 10.0  # of a step, squared, relative to the expectation for d = 1
 NOISE_LASTS = 60  # steps without a new measurement until the noise is discarded
 WINDOW = 240  # steps
-LOOK_BACK = 1000  # steps over which the time of sync rounds is averaged
 ENOUGH = 3  # minimum number of timed steps per number of passes
 CUT_OFF = 4.5  # median deviations; three standard deviations of a normal distribution
-SLOWER = 1.1  # minimum ratio of step times to select a new slowest rank
-FADING = 0.99  # the weight of past times of ranks, per step
 
 
 class NoiseWatch:
@@ -220,12 +213,10 @@ def memory_for(noise: Noise, gradients: int, scale: float) -> float:
 
 
 class StepTimer:
-    """Times this rank's steps, and stores the times of the slowest rank."""
+    """Times this rank's steps, and stores the means over all ranks."""
 
     def __init__(self) -> None:
         self.times = StepTimes()
-        self.sync_rounds = SyncRounds()
-        self._slowest = SlowestRank()
         self.last = (0.0, 0)  # seconds and units of this rank's last step, for the next report
         self._began: float | None = None
 
@@ -234,26 +225,19 @@ class StepTimer:
 
     def step_ended(self, units: int, counts: bool) -> None:
         now = time.perf_counter()
-        correction = self.sync_rounds.correct_step()
         if self._began is not None and counts:
-            self.last = (now - self._began + correction, units)
+            self.last = (now - self._began, units)
         self._began = now
 
-    def fits(self, ranks: int) -> bool:
-        return len(self._slowest.seconds) in (0, ranks)
-
     def add_reports(self, reports: Sequence[RankReport]) -> None:
-        slowest = reports[self._slowest.find([report.seconds for report in reports])]
-        if slowest.seconds > 0.0:
-            self.times.add(int(slowest.timed_passes), slowest.seconds)
+        if all(report.seconds > 0.0 for report in reports):
+            seconds = fmean(report.seconds for report in reports)
+            self.times.add(int(reports[0].timed_passes), seconds)
 
     def state_dict(self) -> dict[str, object]:
         return {
             "times": [[passes, seconds] for passes, seconds in self.times.steps],
             "timed": list(self.last),
-            "slowest": self._slowest.rank,
-            "rank_seconds": list(self._slowest.seconds),
-            "sync_rounds": list(astuple(self.sync_rounds)),
         }
 
     @classmethod
@@ -263,12 +247,6 @@ class StepTimer:
             timer.times.add(passes, seconds)
         timed_seconds, timed_passes = saved.reals("timed", 2)
         timer.last = timed_seconds, int(timed_passes)
-        rank = saved.whole("slowest")
-        of_ranks = saved.reals("rank_seconds")
-        if rank >= max(len(of_ranks), 1):
-            raise saved.wrong("slowest", f"a rank below {len(of_ranks)}", rank)
-        timer._slowest = SlowestRank(rank, of_ranks)
-        timer.sync_rounds = SyncRounds(*saved.reals("sync_rounds", 3))
         return timer
 
 
@@ -305,52 +283,6 @@ class StepTimes:
         return StepTime(weighted_median(rest), per_pass)
 
 
-@dataclass
-class SyncRounds:
-    """A step's share of the time of sync rounds: the mean over about `LOOK_BACK` steps."""
-
-    seconds: float = 0.0  # of all rounds, with fading weights
-    steps: float = 0.0  # all steps, with the weights of `seconds`
-    latest: float = 0.0  # seconds of the rounds since the last step
-
-    def correct_step(self) -> float:
-        """Return the share of all rounds minus the rounds since the last step.
-
-        >>> rounds = SyncRounds()
-        >>> rounds.latest = 8.0  # a round
-        >>> [round(rounds.correct_step(), 1) for _ in range(2)]
-        [0.0, 4.0]
-        """
-        seen = self.latest
-        fading = 1.0 - 1.0 / LOOK_BACK
-        self.seconds = fading * self.seconds + seen
-        self.steps = fading * self.steps + 1.0
-        self.latest = 0.0
-        return self.seconds / self.steps - seen
-
-
-@dataclass
-class SlowestRank:
-    """Selects the rank with the longest steps."""
-
-    rank: int = 0
-    seconds: list[float] = field(default_factory=list)
-
-    def find(self, seconds: Sequence[float]) -> int:
-        """Return the selected rank, given the seconds of a step on each rank.
-
-        >>> slowest = SlowestRank()
-        >>> [slowest.find(step) for step in ([1.0, 1.02], [1.02, 1.0], [1.0, 2.0])]
-        [0, 0, 1]
-        """
-        sums = self.seconds or [0.0] * len(seconds)
-        self.seconds = [FADING * s + new for s, new in zip(sums, seconds, strict=True)]
-        slowest = max(range(len(seconds)), key=self.seconds.__getitem__)
-        if self.seconds[slowest] > SLOWER * self.seconds[self.rank]:
-            self.rank = slowest
-        return self.rank
-
-
 def robust_mean(values: Sequence[float]) -> float:
     """Return the mean of the values, clipped to a range around the median.
 
@@ -373,10 +305,6 @@ def weighted_median(values: Iterable[tuple[float, float]]) -> float:
     9.0
     """
     ordered = sorted(values)
-    half = sum(weight for _, weight in ordered) / 2
-    below = 0.0
-    for value, weight in ordered:
-        below += weight
-        if below >= half:
-            return value
-    raise ValueError("a weighted median needs at least one value.")
+    below = list(accumulate(weight for _, weight in ordered))
+    value, _ = ordered[bisect_left(below, below[-1] / 2)]
+    return value

@@ -4,7 +4,7 @@ After each step all ranks share three measurements, which travel in the small co
 scaling rule (`scaling/_payload.py`):
 
     the noise               averaged by the rule, up to this step
-    the time of a step      on the slowest rank, from each rank's report of its last step
+    the time of a step      the mean over ranks, from each rank's report of its last step
     the micro-batches left  on the rank with the fewest, from each rank's report
 
 So all ranks make equal decisions (`_decision.py`) with no further collective. A decision changes
@@ -280,7 +280,7 @@ class Ramp:
     def report(self) -> RankReport:
         """Return this rank's last step time, and the number of ready batches."""
         seconds, passes = self._timer.last
-        return RankReport(seconds=seconds, timed_passes=passes, batches=self._supply.report())
+        return RankReport(seconds=seconds, timed_passes=passes, batches=self._supply.ready)
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
         """Record the time of an optimizer step, and decide about the next steps."""
@@ -298,10 +298,6 @@ class Ramp:
         # In `over`, the rule describes this step until the next is handed out.
         if self._loader is None and not self._supply.hands_out:
             self._begin_step(StepSize(self._units, 1))
-
-    def after_sync(self, seconds: float) -> None:
-        """Add the time of a sync round, which all steps share."""
-        self._timer.sync_rounds.latest += seconds
 
     def _decides_every_step(self) -> bool:
         """Return whether the best batch is unknown or distant."""
@@ -426,8 +422,7 @@ class Ramp:
         self._moments_scale = saved.moments_scale
         self._noise.load(saved.memory, saved.unmeasured, saved.evidence)
         self._timer = StepTimer()
-        ranks = self.optimizer.gradient_ranks.size
-        if saved.workers == self._port.batch.workers and saved.timer.fits(ranks):
+        if saved.workers == self._port.batch.workers:
             self._timer = saved.timer
         self.after_load()
 

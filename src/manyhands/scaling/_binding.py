@@ -7,7 +7,7 @@ stores.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.optim.optimizer import StateDict
 from manyhands._optimizers.wrappers import params_of, supports_amp, unwrap
 from manyhands._ranks.agreement import agree, describe_tensors
 from manyhands._ranks.ranks import RankGroup
-from manyhands.scaling._settings import Options
 from manyhands.scaling._step import Batch
 
 KEY = "manyhands"  # the rule's entry in the optimizer's state dict
@@ -120,7 +119,7 @@ def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> N
 
 
 def check_ranks_agree(
-    optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Options
+    optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Mapping[str, float]
 ) -> None:
     groups = optimizer.param_groups
     params = params_of(groups)
@@ -131,8 +130,7 @@ def check_ranks_agree(
         "scale": scale,
         "smoothing": batch.smoothing_for(scale),
     }
-    for name, option in options.items():
-        claims[name] = -1.0 if option.value is None else float(option.value)
+    claims |= options
     claims |= {
         "number of parameter groups": float(len(groups)),
         "number of parameters": float(len(params)),
@@ -140,5 +138,5 @@ def check_ranks_agree(
     }
     if not params:
         raise ValueError("the optimizer has no parameters: every group is empty.")
-    facts = {**claims, "parameters": describe_tensors(params), "short_step": batch.short_step}
+    facts = {**claims, "parameters": describe_tensors(params)}
     agree(ranks, facts, "Build the same model, optimizer and rule on every rank.")

@@ -13,43 +13,28 @@ DDP's callback writes the means into the same memory.
 Memory
     norms          parameter index -> |g|, from the pass's first gradient until `reset`
     queued         parameter index -> an unmeasured gradient on a device
-    partial_sums   parameter index -> the sum of gradients, if a micro-batch has two or more:
-                   inside `one_sample`, and for a parameter shared by reentrant checkpoints
-
-**`fully_shard`.** The optimizer's parameters are DTensors, for which autograd hooks never run.
-During forward and backward, `fully_shard` replaces the DTensors by *unsharded* parameters,
-permanent objects with temporary memory.
-
-A sharded module contains the optimizer's parameters, which determines their names. `unshard()`
-inserts the unsharded parameters under these names, at the cost of an all-gather per module when the
-rule is created.
-
-Unless the model is an argument, the garbage collector finds the modules. (A global forward hook may
-run after the replacement of parameters.)
+    partial_sums   parameter index -> the sum of gradients, inside `one_sample`
 """
 
 from __future__ import annotations
 
-import gc
-import math
-import sys
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, float32, nn, strided
+from torch import Tensor, float32, strided
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.linalg import vector_norm
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._tensors.backward import BackwardPasses, current_task, queue_callback
-from manyhands._tensors.flat import SHORT, DTensorShards, is_dtensor, local_shard, norm
+from manyhands._tensors.flat import SHORT, is_dtensor, local_shard, norm
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
+    pass
 
 # Floats on a CPU, where tensors are slower; on a GPU, a float would synchronize.
 Norm = Tensor | float
@@ -126,6 +111,7 @@ class GradientHooks:
         self.partial_sums: dict[int, Tensor] = {}
         self.queued: dict[int, tuple[Tensor, int]] = {}
         self.valid = True  # False if a gradient was measured incompletely
+        self.repeated = False  # whether a parameter had a second gradient in the pass
         self.sums_gradients = False  # whether to sum the gradients of consecutive passes
         self.idle = False  # whether the current step is not measured
         self.first_index = 0  # of the parameter with the pass's first gradient
@@ -133,7 +119,6 @@ class GradientHooks:
         self._params: Sequence[Tensor] = []
         self._kind = norms
         self._paused = False
-        self._repeated: set[int] = set()  # indices with gradients in parts
         self._elements = 0  # of the queued gradients
         self._never_queued: set[int] = set()  # indices with gradients that other code modifies
         self._handles: list[tuple[RemovableHandle, Tensor, Node]] = []
@@ -190,6 +175,7 @@ class GradientHooks:
         self.partial_sums = {}
         self.queued = {}
         self.valid = True
+        self.repeated = False
         self._elements = 0
 
     def finish_pass(self, factor: float) -> dict[int, Norm]:
@@ -228,19 +214,6 @@ class GradientHooks:
         self.queued = {}
         self._elements = 0
 
-    def _on_repeated_gradient(self, index: int, grad: Tensor) -> None:
-        # The cause is a parameter shared by reentrant checkpoints. Unless `.grad` is the measured
-        # first part, the step's statistics are invalid. Later steps sum all parts.
-        self._repeated.add(index)
-        first = self._params[index].grad
-        measured = float(self.norms.pop(index))
-        if first is not None:
-            now = float(self._kind.one(index, first))
-            if math.isclose(now, measured, rel_tol=1e-4, abs_tol=1e-8):
-                self.partial_sums[index] = first + grad
-                return
-        self.valid = False
-
 
 def _on_gradient(
     hooks_ref: weakref.ref[GradientHooks], index: int, grads: tuple[Tensor | None]
@@ -258,14 +231,13 @@ def _on_gradient(
         return
     if grad.requires_grad:  # with create_graph=True
         grad = grad.detach()
-    if hooks.sums_gradients or index in hooks._repeated:
+    if hooks.sums_gradients:
         partial_sum = hooks.partial_sums.get(index)
         # Copy, because autograd may use the memory of `grad` for `.grad`.
         hooks.partial_sums[index] = grad.clone() if partial_sum is None else partial_sum + grad
         return
     if index in hooks.norms or index in hooks.queued:
-        hooks.measure_queued()
-        hooks._on_repeated_gradient(index, grad)
+        hooks.repeated = True
         return
     if not hooks._on_cpu:
         hooks.queue(index, grad)
@@ -327,102 +299,3 @@ def _has_values(grad: Tensor) -> bool:
     if grad.layout == torch.sparse_coo:
         grad = grad.coalesce().values()
     return bool(grad.any())
-
-
-# -- under `fully_shard` --------------------------------------------------------------------------
-
-
-def unsharded_parameters(
-    params: Sequence[Tensor], model: nn.Module | None = None
-) -> dict[int, Tensor]:
-    """Return the unsharded parameters by index in `params`. Call this on every rank."""
-    index_of: dict[int, int] = {}
-    for i, param in enumerate(params):
-        if is_dtensor(param):
-            DTensorShards.of(param)  # raises for unsupported parameters, before any collective
-            index_of[id(param)] = i
-    if not index_of:
-        return {}
-    modules = fsdp_modules(model)
-    owned, missing = _names_by_module(modules, index_of)
-    if missing:
-        # After a forward pass without backward, the outermost module is still unsharded.
-        for module in modules:
-            module.reshard()
-        owned, missing = _names_by_module(modules, index_of)
-    if missing:
-        first = params[min(missing.values())]
-        raise ValueError(
-            f"{len(missing)} of {len(index_of)} sharded parameters (the first has shape "
-            f"{tuple(first.shape)}) are in no module that fully_shard was called on. "
-            "Create the optimizer after fully_shard, or pass model=... to the rule."
-        )
-    found: dict[int, Tensor] = {}
-    # Each unshard() is a collective. The garbage collector's order differs between ranks.
-    for module, names in sorted(owned, key=lambda item: min(item[1])):
-        module.unshard()
-        for i, (holder, name) in names.items():
-            replacement = holder._parameters[name]
-            if replacement is None or is_dtensor(replacement):
-                raise ValueError("scaling supports fully_shard, but not tensor parallelism.")
-            found[i] = replacement
-        module.reshard()
-    return found
-
-
-def find_unaveraged_gradients(
-    params: Sequence[Tensor], unsharded: dict[int, Tensor], measured: Collection[int]
-) -> str | None:
-    """Return an error message if `fully_shard` has not averaged the `measured` gradients."""
-    if any(i in unsharded and params[i].grad is None for i in measured):
-        return (
-            "after the step's last backward() there are gradients that fully_shard has not "
-            "averaged. Run the last pass outside no_sync() and with "
-            "set_requires_gradient_sync(True)."
-        )
-    if any(param.grad is not None for param in unsharded.values()):
-        return (
-            "the step's last backward() has left gradients that fully_shard has not averaged: "
-            "a module that it was called on ran more than once under reentrant checkpoints, "
-            "which torch's fully_shard does not support. Pass use_reentrant=False to "
-            "torch.utils.checkpoint.checkpoint, or wrap the module with mh.FSDP."
-        )
-    return None
-
-
-def fsdp_modules(model: nn.Module | None) -> list[FSDPModule]:
-    """Return the sharded modules in the model or, if None, in this process."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    if model is not None:
-        return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    # Instances refer to their classes, which are subclasses of FSDPModule.
-    classes = _with_subclasses(fsdp.FSDPModule)
-    return [thing for thing in gc.get_referrers(*classes) if type(thing) in classes]
-
-
-def _with_subclasses(cls: type) -> set[type]:
-    return {cls}.union(*map(_with_subclasses, cls.__subclasses__()))
-
-
-def _names_by_module(
-    modules: Sequence[FSDPModule], index_of: dict[int, int]
-) -> tuple[list[tuple[FSDPModule, dict[int, tuple[nn.Module, str]]]], dict[int, int]]:
-    """Return each `fully_shard` module's parameters, with holder and name, and the missing."""
-    missing = dict(index_of)
-    owned = []
-    # Innermost modules first: each shards the parameters that no inner module shards.
-    for fsdp_module in sorted(modules, key=_count_modules):
-        names = {}
-        for module in cast(nn.Module, fsdp_module).modules():
-            for name, param in module._parameters.items():
-                if id(param) in missing:
-                    names[missing.pop(id(param))] = module, name
-        if names:
-            owned.append((fsdp_module, names))
-    return owned, missing
-
-
-def _count_modules(module: FSDPModule) -> int:
-    return len(list(cast(nn.Module, module).modules()))

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from manyhands._arguments import one_of
@@ -210,6 +210,9 @@ class MovingAverage:
     def steps_of(self, seen: float, smoothing: float) -> float:
         raise NotImplementedError
 
+    def to_state(self) -> dict[str, list[float]]:
+        return {"mean": list(self.mean), "seen": list(self.seen)}
+
     def steps_held(self, smoothing: float, groups: int) -> float:
         return self.steps_of(min(extend(self.seen, 0.0, groups)), smoothing)
 
@@ -245,28 +248,6 @@ class PaperAverage(MovingAverage):
 
     def steps_of(self, seen: float, smoothing: float) -> float:
         return seen
-
-
-def convert_average(
-    average: MovingAverage, kind: type[MovingAverage], smoothing: float
-) -> MovingAverage:
-    """Return an average of this kind with equal values and number of steps."""
-    if isinstance(average, kind):
-        return average
-    seen: list[float] = []
-    for each in average.seen:
-        steps = average.steps_of(each, smoothing)
-        if kind is DebiasedAverage:
-            seen.append(1.0 - smoothing**steps)
-        else:
-            # A larger count would not change the moving average.
-            most = math.ceil(1 / (1 - smoothing))
-            seen.append(max(1, round(min(steps, most))))
-    return kind(average.mean, tuple(seen))
-
-
-def save_average(average: MovingAverage) -> dict[str, list[float]]:
-    return {"mean": list(average.mean), "seen": list(average.seen)}
 
 
 def load_average(kind: type[MovingAverage], state: SavedEntries, groups: int) -> MovingAverage:
@@ -342,21 +323,8 @@ class NoiseAverage:
             return self.restarted()
         return self
 
-    def with_settings(
-        self, *, debiased: bool, smoothing: float, mix_norm_kinds: bool, var_floor: float
-    ) -> NoiseAverage:
-        """Return the average with these settings."""
-        kind = DebiasedAverage if debiased else PaperAverage
-        return replace(
-            self,
-            sqr=convert_average(self.sqr, kind, smoothing),
-            var=convert_average(self.var, kind, smoothing),
-            mix_norm_kinds=mix_norm_kinds,
-            var_floor=var_floor,
-        )
-
     def restarted(self) -> NoiseAverage:
-        """Return an empty average with these settings."""
+        """Return an empty average of this kind."""
         return replace(self, sqr=type(self.sqr)(), var=type(self.var)())
 
     @property
@@ -403,8 +371,8 @@ class NoiseAverage:
         """Return the averages for a state dict, without the floors, which are options."""
         return {
             "debiased": isinstance(self.sqr, DebiasedAverage),
-            "sqr": save_average(self.sqr),
-            "var": save_average(self.var),
+            "sqr": self.sqr.to_state(),
+            "var": self.var.to_state(),
             "consecutive": self.consecutive,
             "norm_kind": self.norm_kind,
         }
@@ -419,71 +387,6 @@ class NoiseAverage:
             var=load_average(kind, state.part("var"), self.groups),
             consecutive=state.flag("consecutive"),
             norm_kind=state["norm_kind"],
-        )
-
-
-@dataclass(frozen=True)
-class NoiseMoments:
-    """Weighted means of sqr, var, their squares and product; sums of the weights."""
-
-    weight: float = 0.0
-    squared_weight: float = 0.0
-    sqr: float = 0.0
-    var: float = 0.0
-    sqr_sqr: float = 0.0
-    var_var: float = 0.0
-    sqr_var: float = 0.0
-
-    @classmethod
-    def of_saved(cls, saved: SavedEntries, steps: int) -> NoiseMoments:
-        moments = {}
-        least = 1e-32 if steps else 0.0
-        for each in fields(cls):
-            if each.name in ("weight", "squared_weight"):
-                moments[each.name] = saved.real(each.name, least, below=1.001)
-            else:
-                moments[each.name] = saved.real(each.name, -math.inf, below=math.inf)
-        return cls(**moments)
-
-    def add(self, sqr: float, var: float, smoothing: float) -> NoiseMoments:
-        new = 1.0 - smoothing
-
-        def mix(old: float, value: float) -> float:
-            return smoothing * old + new * value
-
-        return NoiseMoments(
-            mix(self.weight, 1.0),
-            smoothing**2 * self.squared_weight + new**2,
-            mix(self.sqr, sqr),
-            mix(self.var, var),
-            mix(self.sqr_sqr, sqr * sqr),
-            mix(self.var_var, var * var),
-            mix(self.sqr_var, sqr * var),
-        )
-
-    @property
-    def ratio_error(self) -> float:
-        # Delta method, for independent steps; divided by the effective number of steps.
-        w = self.weight
-        sqr = self.sqr / w
-        var = self.var / w
-        ratio = var / sqr
-        scatter = (
-            self.var_var / w
-            - var * var
-            - 2.0 * ratio * (self.sqr_var / w - sqr * var)
-            + ratio * ratio * (self.sqr_sqr / w - sqr * sqr)
-        )
-        effective = w * w / self.squared_weight
-        return math.sqrt(max(scatter, 0.0) / max(effective - 1.0, 1e-9)) / sqr
-
-    def rescale(self, factor: float) -> NoiseMoments:
-        """Return the moments for batches that are `factor` times as large."""
-        return replace(
-            self,
-            var=self.var / factor,
-            var_var=self.var_var / factor**2,
-            sqr_var=self.sqr_var / factor,
         )
 
 

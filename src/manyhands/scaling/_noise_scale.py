@@ -8,41 +8,37 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._arguments import explained, instance, real, whole
+from manyhands._arguments import explained, real, whole
 from manyhands._optimizers.foreign import find_prepared
 from manyhands._optimizers.state_parts import BELOW, SavedEntries, SavedState
-from manyhands._optimizers.wrappers import LossScale, LossScaler, ParamGroup, params_of, unwrap
+from manyhands._optimizers.wrappers import LossScale, LossScaler, params_of, unwrap
 from manyhands._ranks.agreement import agree, describe_tensors
 from manyhands._ranks.ranks import RankGroup, rank_group_of
 from manyhands._warn import warn
 from manyhands.scaling._hooks import PlainNorm
-from manyhands.scaling._noise import NoiseMoments, estimate
+from manyhands.scaling._loops import passes_and_loop, prepared_loop
+from manyhands.scaling._moments import NoiseMoments
+from manyhands.scaling._noise import estimate
 from manyhands.scaling._payload import SentStep
 from manyhands.scaling._settings import (
     PASSES,
     PER_STEP,
     Accumulation,
-    Option,
-    Options,
     check_smoothing,
-    describe_mismatches,
-    load_options,
-    save_options,
 )
-from manyhands.scaling._step import Batch, Measurement, passes_and_loop, prepared_loop
+from manyhands.scaling._step import Batch, Measurement
 
-VERSION = 2  # of the state dict
+VERSION = 3  # of the state dict
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -89,8 +85,7 @@ class NoiseScale:
     changes of the parameters between steps count as noise.
 
     Args:
-        parameters: an optimizer, measured at each step (including steps with closures), or the
-            parameters to measure. With parameters, each backward pass is assumed to precede a step.
+        optimizer: the optimizer to measure at each step, including steps with closures.
         batch_size: samples per backward pass and worker. If omitted, it is the unit of the results.
         num_gradients_to_accumulate: backward passes per step, with each loss divided by this
             number (or not divided, with `is_scaled_loss=False`). Other steps are skipped with a
@@ -99,56 +94,47 @@ class NoiseScale:
         process_group: the workers that average gradients; all by default. Create a NoiseScale on
             each worker.
         grad_scaler: the `GradScaler` in use; required if the loss scale changes.
-        model: the module passed to `fully_shard`; needed only after `gc.freeze()`.
     """
 
     @explained
     def __init__(
         self,
-        parameters: Optimizer | Iterable[Tensor],
+        optimizer: Optimizer,
         *,
         batch_size: float | None = None,
         num_gradients_to_accumulate: int | Accumulation = 1,
         is_scaled_loss: bool = True,
-        smoothing: float | None = None,
+        smoothing: float = 0.99,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: LossScaler | None = None,
-        model: nn.Module | None = None,
     ) -> None:
-        check_size = partial(real, "batch_size", above=0.0, below=BELOW)
-        self._options: Options = {
-            "batch_size": Option(None, batch_size, check=check_size),
-            "smoothing": Option(0.99, smoothing, check=check_smoothing),
-        }
+        self._batch_size = 1.0
+        if batch_size is not None:
+            self._batch_size = real("batch_size", batch_size, above=0.0, below=BELOW)
+        self._unit = "small batches" if batch_size is None else "samples"
+        self._smoothing = check_smoothing(smoothing)
         passes, loop = passes_and_loop(num_gradients_to_accumulate)
         loss_scale = LossScale(grad_scaler)
-        self._optimizer: Optimizer | None = None  # None: each group of passes precedes a step
+        self._optimizer = optimizer
         self._moments = NoiseMoments()
         self._consecutive = False  # whether the moments are of consecutive gradients
         self._in_flight: SentStep | None = None  # numbers of the last step, not yet on the host
         self._steps = 0
         self._nonfinite = 0
         self._warned = False
-        if isinstance(parameters, Optimizer):
-            self._optimizer = parameters
-            groups = parameters.param_groups
-            prepared = find_prepared(parameters)
-            watched = parameters
-            if prepared is not None:
-                loop = prepared_loop(prepared, passes) or loop
-                loss_scale.scaler = grad_scaler or prepared.scaler
-                # The outer optimizer may lack hooks. The innermost optimizer steps once per step.
-                watched = unwrap(prepared.optimizer, every_layer=True)[-1]
-        else:
-            groups = _group_of(parameters)
+        prepared = find_prepared(optimizer)
+        watched = optimizer
+        if prepared is not None:
+            loop = prepared_loop(prepared, passes) or loop
+            loss_scale.scaler = grad_scaler or prepared.scaler
+            # The outer optimizer may lack hooks. The innermost optimizer steps once per step.
+            watched = unwrap(prepared.optimizer, every_layer=True)[-1]
+        groups = optimizer.param_groups
         params = params_of(groups)
-        if not params:
-            raise ValueError("no parameters to measure: the iterable was empty.")
-        ranks = rank_group_of(params, process_group or getattr(self._optimizer, "group", None))
+        ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         _check_ranks_agree(ranks, passes, params)
         batch = Batch(ranks.size, passes, None, loop, loss_is_divided=is_scaled_loss)
-        batch.short_step = "count" if loop.decides else "error"
-        batch.smoothing = self._options["smoothing"].number
+        batch.smoothing = self._smoothing
         self._measurement = Measurement(
             groups,
             ranks.with_own_group(params[0].device),
@@ -157,12 +143,10 @@ class NoiseScale:
             loss_scale,
             call_weakly(self.end_passes),
             changes_gradients=False,
-            model=model,
         )
         self._origin = {"version": VERSION, "shapes": [list(param.shape) for param in params]}
-        if self._optimizer is not None:  # ignores backward passes that no step follows
-            hook = watched.register_step_pre_hook(call_weakly(self._before_step))
-            self._stop_watching = weakref.finalize(self, hook.remove)
+        hook = watched.register_step_pre_hook(call_weakly(self._before_step))
+        self._stop_watching = weakref.finalize(self, hook.remove)
 
     def _before_step(
         self, _: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
@@ -187,13 +171,8 @@ class NoiseScale:
         """Handle the last backward pass of a step, or an excess pass."""
         if measurement.step.too_many:
             self._leave_out_step(measurement.describe_excess())
-            return
-        sent = measurement.complete()
-        if self._optimizer is None:
-            if measurement.step.problem is not None:
-                self._leave_out_step(measurement.step.problem)
-            else:
-                self._receive(sent)
+        else:
+            measurement.complete()
 
     def _finish_step(self) -> None:
         measurement = self._measurement
@@ -250,13 +229,8 @@ class NoiseScale:
             self._steps = 0
         self._consecutive = sums.consecutive
         new = estimate(sums)
-        smoothing = self._options["smoothing"].number
-        self._moments = self._moments.add(sum(new.sqr), sum(new.var), smoothing)
+        self._moments = self._moments.add(sum(new.sqr), sum(new.var), self._smoothing)
         self._steps += 1
-
-    @property
-    def _batch_size(self) -> float:
-        return float(self._options["batch_size"].value or 1.0)
 
     @property
     def steps(self) -> int:
@@ -325,7 +299,7 @@ class NoiseScale:
         self._add_in_flight()
         return {
             **self._origin,
-            "options": save_options(self._options),
+            "batch_size": self._batch_size,
             "moments": asdict(self._moments),
             "consecutive": self._consecutive,
             "steps": self._steps,
@@ -336,31 +310,23 @@ class NoiseScale:
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Restore a `state_dict`, on every worker. The number of workers may have changed.
 
-        `batch_size` and `smoothing` come from the state dict, unless passed as arguments. A warning
-        reports arguments that differ from the state dict.
+        If the batch size differs from the saved one, the measurement is converted.
         """
         self._measurement.check_between_steps("load_state_dict()")
         entries = SavedEntries(state_dict, "a NoiseScale")
         entries.expect(self._origin)
-        options, mismatches = load_options(self._options, entries.part("options").plain)
+        saved_size = entries.real("batch_size", above=0.0)
         consecutive = entries.flag("consecutive")
         steps = entries.whole("steps")
         moments = NoiseMoments.of_saved(entries.part("moments"), steps)
         nonfinite = entries.whole("nonfinite")
         measurement = self._measurement.parse_state(entries)
-        saved = options["batch_size"].recorded
-        if saved is not None:
-            moments = moments.rescale((options["batch_size"].value or 1.0) / saved)
-        self._measurement.batch.smoothing = options["smoothing"].number
         self._measurement.load_state(measurement)
         self._in_flight = None
-        self._options = options
-        self._moments = moments
+        self._moments = moments.rescale(self._batch_size / saved_size)
         self._consecutive = consecutive
         self._steps = steps
         self._nonfinite = nonfinite
-        if mismatches:
-            warn(describe_mismatches(mismatches, "NoiseScale"))
 
     def snapshot(self) -> dict[str, float | None]:
         """Return the measurement as plain numbers, for `Record`."""
@@ -373,14 +339,11 @@ class NoiseScale:
     def unhook(self) -> None:
         """Stop measuring."""
         self._measurement.hooks.remove()
-        if self._optimizer is not None:
-            self._stop_watching()
+        self._stop_watching()
 
     def __repr__(self) -> str:
-        known = self._options["batch_size"].value is not None
-        unit = "samples" if known else "small batches"
         return (
-            f"NoiseScale({self.noise_scale:.4g} ± {self.standard_error:.2g} {unit}, "
+            f"NoiseScale({self.noise_scale:.4g} ± {self.standard_error:.2g} {self._unit}, "
             f"{self.steps} steps)"
         )
 
@@ -392,14 +355,6 @@ def _check_ranks_agree(ranks: RankGroup, passes: int, params: Sequence[Tensor]) 
         "parameters": describe_tensors(params),
     }
     agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
-
-
-def _group_of(parameters: Iterable[Tensor]) -> list[ParamGroup]:
-    given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-    for param in given:
-        why = "Pass the optimizer or model.parameters()."
-        instance("each parameter", param, Tensor, "a tensor", why)
-    return [{"params": given}]
 
 
 def _too_few_passes(passes: int, declared: int) -> str:

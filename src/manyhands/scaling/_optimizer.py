@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._arguments import real
@@ -41,7 +41,6 @@ from manyhands.scaling._binding import Binding
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import History, NoiseAverage, NormSums, steps_between
 from manyhands.scaling._payload import RankReport, SentStep, StepObserver
-from manyhands.scaling._settings import Options, ShortStep
 from manyhands.scaling._step import Batch, Measurement
 
 NONFINITE_LIMIT = 10
@@ -67,7 +66,6 @@ class StepReporter:
         # Reading a tensor could wait for the device.
         known = math.fsum(rate for rate in rates if isinstance(rate, int | float))
         report = report._replace(
-            micro_batch=float(getattr(self.batch.loop.module, "leading_dimension", None) or 0),
             stop=float(stop_notice.received),
             checksum=self.history.checksum,
             rates=known,
@@ -80,14 +78,13 @@ class RuleCore:
     """The state of a rule: batch, options, wrapped optimizer and history."""
 
     batch: Batch
-    options: Options
     world_size: int | None
     process_group: dist.ProcessGroup | None
     loss_scale: LossScale
-    model: nn.Module | None
     ranks: RankGroup = field(default_factory=RankGroup)
     history: History = field(default_factory=lambda: History(NoiseAverage(0)))
     inner: Optimizer | None = None
+    measure_every: int = 1  # steps
     reports: Sequence[RankReport] = ()  # of the last completed step
     _previewed: SentStep | None = None  # the current step, if `current` has read it
 
@@ -107,26 +104,9 @@ class RuleCore:
             self.loss_scale,
             self.reporter.end_passes,
             compare_at_scale_1=self.batch.loop.counts,
-            model=self.model,
         )
         self.binding = Binding(inner)
-        self.configure(average)
-
-    def configure(self, average: NoiseAverage) -> None:
-        batch = self.batch
-        options = self.options
-        self.measure_every = int(options["measure_every"].number)
-        self.history.average = average.with_settings(
-            debiased=bool(options["debias_ewma"].number),
-            smoothing=batch.smoothing_for(batch.scale_for(batch.passes)),
-            mix_norm_kinds=batch.loop.counts,  # as in adaptdl
-            var_floor=options["var_floor"].number,
-        )
-
-    def continue_from(self, history: History) -> None:
-        self.forget()
-        self.history.load(history)
-        self.configure(history.average)
+        self.history.average = average
 
     # -- between backward and step -----------------------------------------------------------
 
@@ -157,7 +137,7 @@ class RuleCore:
     def complete(self, inner: Optimizer) -> None:
         """Obtain all ranks' numbers for `step`.
 
-        If the step is short on all ranks, raise, or make the gradient the mean over the passes.
+        Raise if the step is short on all ranks, unless the loop has declared its last pass.
         """
         measurement = self.measurement
         sent = measurement.step.sent or self._complete_early(inner)
@@ -167,10 +147,9 @@ class RuleCore:
         sent.read()
         if not sent.is_short:
             return
-        if self.batch.short_step == "error":
+        if not measurement.step.corrected:
             self.forget()
             raise RuntimeError(self.batch.describe_short(passes))
-        measurement.count_short()
         self.history.short += 1
 
     def _complete_early(self, inner: Optimizer) -> SentStep:
@@ -265,7 +244,6 @@ class ScaledOptimizer(OptimizerWrapper):
     _core: RuleCore
     _min_scale = 0.0
     _norm_kind = "plain"
-    _short_step: ShortStep | None = None  # the argument
 
     # `Optimizer.__init__` is not called: groups, state and hooks are the inner optimizer's.
 
@@ -292,9 +270,6 @@ class ScaledOptimizer(OptimizerWrapper):
 
         `skipped` is true if the optimizer skips the step because of overflow.
         """
-
-    def _apply_options(self) -> None:
-        """Update objects that store copies of options."""
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
         return PlainNorm()
@@ -422,11 +397,6 @@ class ScaledOptimizer(OptimizerWrapper):
         if observer is not None:
             observer.after_step(self._core.reports)
         return result
-
-    def after_sync(self, seconds: float) -> None:
-        observer = self._core.reporter.observer
-        if observer is not None:
-            observer.after_sync(seconds)
 
     def stop_agreed(self) -> bool:
         return any(report.stop for report in self._core.reports)

@@ -49,7 +49,6 @@ class RankReport(NamedTuple):
     """A rank's facts about a step."""
 
     # These entries may differ between ranks.
-    micro_batch: float = 0.0  # samples in the first training input, or 0 if unknown
     seconds: float = 0.0  # duration of the previous step, or 0 if unknown (`ramp/_ramp.py`)
     timed_passes: float = 0.0  # backward passes of that step
     batches: float = 0.0  # micro-batches that are ready for the next steps
@@ -83,9 +82,6 @@ class StepObserver(Protocol):
     def after_load(self) -> None:
         """Handle a restored state of the rule, including the batch."""
 
-    def after_sync(self, seconds: float) -> None:
-        """Handle a sync round of blocks around the rule."""
-
 
 def parse_reports(numbers: Sequence[float]) -> list[RankReport]:
     table = []
@@ -94,13 +90,11 @@ def parse_reports(numbers: Sequence[float]) -> list[RankReport]:
     return table
 
 
-def check_claims(
-    table: Sequence[RankReport], *, short_allowed: bool = False, same_passes: bool = False
-) -> None:
+def check_claims(table: Sequence[RankReport], *, may_be_short: bool = False) -> None:
     """Raise if the ranks disagree about a step.
 
-    Without `short_allowed`, a step that is short on all ranks is not checked further. Otherwise,
-    all ranks must have equally many passes.
+    With `may_be_short`, all ranks must have equally many passes. Otherwise, a step that is short on
+    all ranks is not checked further.
     """
     # Check announcements first, because most of their other entries are zero.
     columns = dict(zip(CLAIMS, zip(*table, strict=True), strict=True))
@@ -116,10 +110,9 @@ def check_claims(
             "Set the same on every worker.",
         )
     seen = columns["passes_seen"]
-    short = max(seen) < passes[0]
-    if short and not (short_allowed and max(seen)):
+    if max(seen) < passes[0] and not (may_be_short and max(seen)):
         return
-    if same_passes or short:
+    if may_be_short:
         _check_equal(
             "numbers of backward passes in a step",
             seen,
@@ -192,20 +185,10 @@ class StepExchange:
         self._groups = groups
         self._device = device
 
-    def send(
-        self, local: LocalNumbers, claims: RankReport, *, short_allowed: bool, same_passes: bool
-    ) -> SentStep:
+    def send(self, local: LocalNumbers, claims: RankReport, *, may_be_short: bool) -> SentStep:
         # Stored until the next step's collective has started: see `PendingSums`.
         self._last_sent = self._start(local.numbers, claims, local.shared_square)
-        return SentStep(
-            self._last_sent,
-            self._groups,
-            self.ranks.size,
-            local,
-            claims,
-            short_allowed=short_allowed,
-            same_passes=same_passes,
-        )
+        return SentStep(self._last_sent, self._groups, self.ranks.size, local, claims, may_be_short)
 
     def _start(self, numbers: Numbers, claims: RankReport, shared_square: Norm) -> PendingSums:
         if self.ranks.size == 1:  # host numbers stay on the host
@@ -254,8 +237,7 @@ class SentStep:
     ranks: int
     local: LocalNumbers
     claims: RankReport
-    short_allowed: bool  # whether a short step on all ranks is valid
-    same_passes: bool  # whether all ranks must have seen equally many passes
+    may_be_short: bool  # whether a step may have fewer passes, equally many on all ranks
     anomaly: GradientAnomaly | None = None  # if any, `read` may raise instead of waiting
     # The following are set by `read`.
     was_read: bool = False
@@ -273,7 +255,7 @@ class SentStep:
     @property
     def share(self) -> float:
         """After `read`: the fraction of a full step's passes in a valid short step, otherwise 1."""
-        if not (self.is_short and self.short_allowed and self.most_passes_seen):
+        if not (self.is_short and self.may_be_short and self.most_passes_seen):
             return 1.0
         return self.most_passes_seen / self.claims.passes
 
@@ -298,7 +280,7 @@ class SentStep:
         reports: Sequence[RankReport] = (self.claims,)
         if self.ranks > 1:
             reports = parse_reports(numbers[2 * self.groups : end])
-            check_claims(reports, short_allowed=self.short_allowed, same_passes=self.same_passes)
+            check_claims(reports, may_be_short=self.may_be_short)
         self.was_read = True
         self.reports = reports
         self.most_passes_seen = max(report.passes_seen for report in reports)
@@ -392,13 +374,3 @@ class GradientAnomaly:
                 f"the other ranks have not sent their part of this step for {PATIENCE:g} s: they "
                 f"wait for rank {self.rank}, which is this rank. Here {self.text}."
             )
-
-
-def describe_missing(missing: Sequence[int], expected: int) -> str:
-    listed = ", ".join(map(str, missing[:8]))
-    if len(missing) > 8:
-        listed += ", ..."
-    return (
-        f"{len(missing)} of {expected} parameters had no gradient in the step's last backward() "
-        f"(numbers {listed}). If they are frozen or unused, set find_unused_parameters=True"
-    )

@@ -6,21 +6,17 @@ batch, options, history and measurement. All parts are parsed and checked before
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._arguments import explained, flag, one_of, real, whole
+from manyhands._arguments import explained, flag, real, whole
 from manyhands._optimizers.foreign import find_prepared
 from manyhands._optimizers.state_parts import (
     SQUARES,
-    OptimizerLayers,
     SavedEntries,
     SavedState,
     plain_optimizer,
@@ -34,39 +30,21 @@ from manyhands._optimizers.wrappers import (
     unwrap,
 )
 from manyhands._ranks.ranks import rank_group_of
-from manyhands._warn import warn
 from manyhands.scaling._binding import KEY, check_bindable, check_ranks_agree, claimed_by
-from manyhands.scaling._noise import VAR_FLOOR, History, NoiseAverage, ratio_of_squares
+from manyhands.scaling._loops import CountingLoop, passes_and_loop, prepared_loop
+from manyhands.scaling._noise import (
+    VAR_FLOOR,
+    DebiasedAverage,
+    History,
+    NoiseAverage,
+    PaperAverage,
+)
 from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer
-from manyhands.scaling._payload import StepObserver
-from manyhands.scaling._preconditioned import rescale_second_moments
-from manyhands.scaling._settings import (
-    PASSES,
-    PER_STEP,
-    Accumulation,
-    Option,
-    OptionMismatch,
-    Options,
-    ShortStep,
-    describe_mismatches,
-    load_options,
-    save_options,
-)
-from manyhands.scaling._step import (
-    Averager,
-    Batch,
-    CountingLoop,
-    FollowingLoop,
-    Loop,
-    MeasurementState,
-    PassWeight,
-    passes_and_loop,
-    prepared_loop,
-)
+from manyhands.scaling._port import LoopPort
+from manyhands.scaling._settings import PASSES, PER_STEP, Accumulation, Averager
+from manyhands.scaling._step import Batch, MeasurementState
 
 VERSION = 2
-_EVERY = partial(whole, "measure_every", least=1)
-_DEBIAS = partial(flag, "debias_ewma")
 
 
 def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
@@ -77,154 +55,12 @@ def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
     return around
 
 
-class LoopPort:
-    """The interface of a rule for a training loop that controls the passes: `rule.port`.
-
-    `Ramp`, `WeightedMean`, `AdaptiveDataParallel` and adapters of trainers use it. In other loops,
-    declare the passes (`num_gradients_to_accumulate`) or pass an `Accumulation`.
-
-    >>> import torch, manyhands as mh
-    >>> model = torch.nn.Linear(2, 1)
-    >>> rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> for passes in (1, 3):
-    ...     rule.port.begin_step(passes)
-    ...     for _ in range(passes):
-    ...         (model(torch.randn(8, 2)).mean() / rule.port.divide_by).backward()
-    ...     rule.step()
-    ...     rule.zero_grad()
-    >>> rule.scale, rule.port.steps
-    (3.0, 2)
-    """
-
-    def __init__(self, rule: ScalingRuleBase, core: RuleCore) -> None:
-        self._rule = rule
-        self._core = core
-        self.batch = core.batch
-        """The size of a step. Read-only; change it with the methods."""
-        self.history = core.history
-        """Results of completed steps."""
-        self.loss_scale = core.loss_scale
-        """The factor of the gradients. Assign the gradient scaler to the `scaler` attribute, or any
-        object with `get_scale()`."""
-
-    # -- control -----------------------------------------------------------------------------
-
-    def begin_step(self, passes: int, *, scale_per_pass: float | None = None) -> None:
-        """Declare the number of passes per step, on every rank and between two steps.
-
-        `scale_per_pass` is the size of a pass in small batches, on all ranks together.
-        """
-        self.check_between_steps("port.begin_step()")
-        batch = self._core.batch
-        if scale_per_pass is not None:
-            batch.scale_per_pass = scale_per_pass
-        if not batch.loop.counts:
-            batch.set_passes(passes)
-
-    def end_pass(self, last: bool | None) -> None:
-        """Declare whether the current pass is the last of the step; None withdraws the statement.
-
-        After False, `step()` and `zero_grad()` have no effect.
-        """
-        self._core.batch.loop.declared_last = last
-
-    def skip(self) -> None:
-        """Drop the passes of the current step, as `zero_grad()` does."""
-        self._rule.forget_gradients()
-
-    def follow(self, accumulation: Accumulation | None) -> None:
-        """Let a loop control the passes from now on; None restores the declared number.
-
-        The loop divides losses by `gradient_accumulation_steps`. Short steps are corrected.
-        """
-        self.check_between_steps("port.follow()")
-        loop = Loop()
-        if accumulation is not None:
-            loop = FollowingLoop(accumulation)
-        self._rule._follow(loop)
-
-    def weigh_pass(self, squares: float, small_batches: int, passes: int) -> None:
-        """Set the weight of the next pass, for `WeightedMean`.
-
-        The squared norm of the pass is multiplied by `squares`. The step has `small_batches` small
-        batches on all ranks, and `passes` passes on this rank.
-        """
-        self._core.measurement.next_weight = PassWeight(squares, small_batches, passes)
-
-    def set_scale_of_passes(self) -> None:
-        """Convert the scale to a scale per pass, before the number of passes changes."""
-        batch = self._core.batch
-        if batch.scale is not None:
-            batch.scale_per_pass = batch.scale / batch.passes
-            batch.scale = None
-
-    def set_memory(self, small_batches: float) -> None:
-        """Set the memory of the averages in small batches. An explicit smoothing has precedence."""
-        self._core.batch.memory = small_batches
-
-    def restart_averages(self) -> NoiseAverage:
-        """Discard the averages, and return an empty average."""
-        history = self._core.history
-        history.average = history.average.restarted()
-        return history.average
-
-    def follow_batch(self, before: float, now: float) -> bool:
-        """Convert Adam's second moments to scale `now`; return whether the noise is known.
-
-        Call this method on every rank.
-        """
-        average = self._core.history.average
-        if not average.measured:
-            return False
-        ratio = ratio_of_squares(average.sqr_of(), average.var_of(), before, now)
-        rescale_second_moments(OptimizerLayers.of(self._rule).plain, ratio)
-        # Also on a rank with an empty shard: all ranks collect sharded moments.
-        self._core.measurement.norms.moments_changed()
-        return True
-
-    @property
-    def observer(self) -> StepObserver | None:
-        """An object that takes part in every step, such as a `Ramp`."""
-        return self._core.reporter.observer
-
-    @observer.setter
-    def observer(self, observer: StepObserver) -> None:
-        self._core.reporter.observer = observer
-
-    # -- query -------------------------------------------------------------------------------
-
-    def check_step(self, passes: int, scale_per_pass: float) -> None:
-        """Raise if the rule cannot scale the optimizer for these passes."""
-        self._rule._check_batch(replace(self._core.batch, scale_per_pass=scale_per_pass), passes)
-
-    def check_between_steps(self, what: str) -> None:
-        """Raise in the middle of a step. The message names the operation `what`."""
-        self._rule._check_between_steps(what)
-
-    @property
-    def divide_by(self) -> int:
-        """Divisor of each pass's loss in the loop."""
-        batch = self._core.batch
-        if batch.passes_divided_by_user:
-            return batch.passes
-        return 1
-
-    @property
-    def steps(self) -> int:
-        """Number of completed steps."""
-        return self._core.history.steps
-
-    @property
-    def keeps_gradients(self) -> bool:
-        return self._core.keeps_gradients
-
-
 class ScalingRuleBase(ScaledOptimizer):
     """Base class of scaling rules. Custom rules define `scale_lr(scale)`.
 
     Wrap an optimizer with `Rule(optimizer)`, or create the rule first and bind it with
-    `AdaptiveDataParallel(model, optimizer, rule)` or `initialize`. Then use the rule in place of
-    the optimizer:
+    `AdaptiveDataParallel(model, optimizer, scaling_rule=rule)` or `initialize`. Then use the rule
+    in place of the optimizer:
 
     >>> import torch, manyhands as mh
     >>> from manyhands.scaling import ScalingRuleBase
@@ -254,11 +90,14 @@ class ScalingRuleBase(ScaledOptimizer):
             `max(1 - n / 1000, 0)` with n = workers x passes, or `0.999 ** scale` in
             `AdaptiveDataParallel`.
         num_gradients_to_accumulate: backward passes per step, or an `Accumulation`. Detected for
-            optimizers prepared by a trainer that `manyhands.integrations` supports.
+            optimizers prepared by a trainer that `manyhands.integrations` supports. A step with
+            fewer than the declared passes is an error. A loop with an `Accumulation` divides losses
+            by the passes of a full step, even in a shorter step: the rule multiplies the gradient
+            to obtain the mean over the actual passes, and uses their scale.
         is_scaled_loss: whether each pass's loss is divided by the number of passes. If not, call
             `scale_grad_by_num_grads_to_accum()` before `step`.
         debias_ewma: True for moving averages like Adam's; False for the averages of the AdaScale
-            paper's appendix B.3. A loaded False takes precedence over True.
+            paper's appendix B.3. A loaded average stays of the saved kind.
         process_group: the workers that average gradients; all by default.
         grad_scaler: the `torch.amp.GradScaler` in use, required with `unscale_` or with `gain()`
             before `step()`. Otherwise, `scaler.step(optimizer)` provides the loss scale.
@@ -268,12 +107,6 @@ class ScalingRuleBase(ScaledOptimizer):
             default. 1 measures every step; this is the default in `AdaptiveDataParallel`, and
             always applies with a `Ramp` or with one pass on one worker. Measurements are more
             frequent where the averages would contain less than 100 small batches or four steps.
-        short_step: handling of a step with fewer passes, such as at the end of an epoch. "error",
-            the default for a declared number of passes, raises an error. "count", the default for
-            an `Accumulation`, is for loops that divide losses by the passes of a full step even in
-            a short step: the rule multiplies the gradient to obtain the mean over the actual
-            passes, and uses their scale.
-        model: the module passed to `fully_shard`; needed only after `gc.freeze()`.
     """
 
     @explained
@@ -289,39 +122,36 @@ class ScalingRuleBase(ScaledOptimizer):
         *,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: LossScaler | None = None,
-        var_floor: float | None = None,
+        var_floor: float = VAR_FLOOR,
         measure_every: int | None = None,
-        short_step: ShortStep | None = None,
-        model: nn.Module | None = None,
     ) -> None:
-        options = {
-            "debias_ewma": Option(True, None if _DEBIAS(debias_ewma) else False, check=_DEBIAS),
-            "var_floor": Option(VAR_FLOOR, var_floor, check=partial(real, "var_floor", least=0.0)),
-            "measure_every": Option(4, measure_every, check=_EVERY),
-            **self._extra_options(),
-        }
+        self._debias_ewma = flag("debias_ewma", debias_ewma)
+        self._var_floor = real("var_floor", var_floor, least=0.0)
+        self._measure_every = measure_every  # None: the default for the loop
+        if measure_every is not None:
+            whole("measure_every", measure_every, least=1)
         passes, loop = passes_and_loop(num_gradients_to_accumulate)
-        policy: ShortStep = short_step or ("count" if loop.decides else "error")
-        one_of("short_step", policy, get_args(ShortStep))
-        batch = Batch(1, passes, None, loop, policy, loss_is_divided=is_scaled_loss)
+        batch = Batch(1, passes, None, loop, loss_is_divided=is_scaled_loss)
         batch.check_divided()
         batch.set_smoothing(smoothing)
         if scale is not None:
             batch.set_scale(scale=self._check_own_scale(scale))
-        self._short_step = short_step
         self._core = RuleCore(
             batch,
-            options,
             world_size=world_size,
             process_group=process_group,
             loss_scale=LossScale(grad_scaler),
-            model=model,
         )
         if optimizer is not None:
             self._bind(optimizer)
 
-    def _extra_options(self) -> Options:
-        return {}
+    def _compared_options(self) -> dict[str, float]:
+        """Return the options that must be equal on all ranks."""
+        return {
+            "debias_ewma": float(self._debias_ewma),
+            "var_floor": self._var_floor,
+            "measure_every": float(self._core.measure_every),
+        }
 
     # -- binding to an optimizer -------------------------------------------------------------
 
@@ -342,10 +172,7 @@ class ScalingRuleBase(ScaledOptimizer):
             if core.batch.loop.decides:
                 raise TypeError("the passes are counted: omit num_gradients_to_accumulate.")
             core.batch.loop = CountingLoop(adp)
-            every = core.options["measure_every"]
-            core.options["measure_every"] = replace(every, default=1)  # as in adaptdl
             core.process_group = core.process_group or getattr(adp, "process_group", None)
-            core.model = core.model or _module(adp)
         self._bind(optimizer)
         if patch_optimizer:
             core.binding.patch(self)
@@ -364,13 +191,14 @@ class ScalingRuleBase(ScaledOptimizer):
                 raise TypeError(f"{type(self).__name__} {why}")
             loop = prepared_loop(prepared, batch.passes)
             if loop is not None:
-                self._follow(loop)
+                batch.follow(loop)
             if not core.loss_scale.known:
                 core.loss_scale.scaler = prepared.scaler
         group = core.process_group or getattr(optimizer, "group", None)  # such as OSS.group
         params = params_of(optimizer.param_groups)
         core.ranks = rank_group_of(params, group, core.world_size)
         batch.workers = core.ranks.size
+        core.measure_every = self._measure_every or (1 if batch.loop.counts else 4)
         core.inner = optimizer
         core.history.factors = (1.0,) * len(optimizer.param_groups)
         try:
@@ -378,8 +206,8 @@ class ScalingRuleBase(ScaledOptimizer):
             if not batch.loop.counts:  # otherwise the scale is unknown until the step
                 scale = self._check_own_scale(scale)
             self._check_optimizer_supports(scale)
-            check_ranks_agree(optimizer, core.ranks, batch, core.options)
-            core.start(optimizer, norms, NoiseAverage(len(optimizer.param_groups)))
+            check_ranks_agree(optimizer, core.ranks, batch, self._compared_options())
+            core.start(optimizer, norms, self._empty_average(len(optimizer.param_groups)))
         except BaseException:
             core.inner = None
             raise
@@ -387,13 +215,15 @@ class ScalingRuleBase(ScaledOptimizer):
         if prepared is not None and prepared.optimizer is optimizer:
             core.binding.patch(self)
 
-    def _follow(self, loop: Loop) -> None:
-        batch = self._core.batch
-        batch.loop = loop
-        batch.begin_step()
-        if self._short_step is None:
-            batch.short_step = "count" if loop.decides else "error"
-            batch.check_divided()
+    def _empty_average(self, groups: int) -> NoiseAverage:
+        kind = DebiasedAverage if self._debias_ewma else PaperAverage
+        return NoiseAverage(
+            groups,
+            sqr=kind(),
+            var=kind(),
+            mix_norm_kinds=self._core.batch.loop.counts,  # as in adaptdl
+            var_floor=self._var_floor,
+        )
 
     @property
     def adp(self) -> Averager | None:
@@ -421,41 +251,6 @@ class ScalingRuleBase(ScaledOptimizer):
         core.measurement.hook(groups)
         core.history.average = replace(core.history.average, groups=len(groups))
         core.history.factors += (1.0,)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ScaledOptimizer:
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        old = self._core
-        twin.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the original optimizer
-        loop = copy.copy(old.batch.loop)
-        loop.module = copy.deepcopy(loop.module, memo)
-        core = replace(
-            old,
-            batch=replace(old.batch, loop=loop),
-            options=dict(old.options),
-            loss_scale=copy.copy(old.loss_scale),
-            model=_module(loop.module),  # `fully_shard`'s modules cannot be copied
-            history=copy.copy(old.history),
-            inner=None,
-            _previewed=None,
-        )
-        twin._core = core
-        if old.inner is not None:
-            inner = copy.deepcopy(old.inner, memo)
-            core.start(inner, twin._make_norm(inner), core.history.average)
-            core.binding.claim(twin)
-            state = old.measurement.to_state()
-            core.measurement.load_state(
-                core.measurement.parse_state(SavedEntries(state, type(self).__name__))
-            )
-            if old.binding.patched:
-                core.binding.patch(twin)
-        return twin
-
-    def __copy__(self) -> ScaledOptimizer:
-        twin = type(self).__new__(type(self))
-        twin.__dict__.update(self.__dict__)  # subclasses may have any attributes
-        return twin
 
     @property
     def port(self) -> LoopPort:
@@ -525,17 +320,12 @@ class ScalingRuleBase(ScaledOptimizer):
     def __repr__(self) -> str:
         if self._core.inner is None:
             return f"{type(self).__name__}()"
-        settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
-        return f"{type(self).__name__}({settings})\n{self._core.inner!r}"
-
-    def _settings(self) -> dict[str, object]:
         batch = self._core.batch
-        return {
-            "scale": f"{self.scale:g}",
-            "workers": batch.workers,
-            "passes": "counted" if batch.loop.counts else batch.passes,
-            "smoothing": f"{self.smoothing:g}",
-        }
+        passes = "counted" if batch.loop.counts else batch.passes
+        return (
+            f"{type(self).__name__}(scale={self.scale:g}, workers={batch.workers}, "
+            f"passes={passes}, smoothing={self.smoothing:g})\n{self._core.inner!r}"
+        )
 
     # -- scale, accumulation, smoothing ------------------------------------------------------
 
@@ -606,9 +396,9 @@ class ScalingRuleBase(ScaledOptimizer):
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Restore a `state_dict`. The number of workers or passes may have changed.
 
-        Options set in this run, by arguments or `set_scale`, take precedence; a warning lists
-        differences. A default scale becomes this run's workers x passes. An explicit saved scale is
-        multiplied by the change of workers x passes, because the micro-batch stays the same.
+        Arguments of this run and `set_scale` take precedence. A default scale becomes this run's
+        workers x passes. An explicit saved scale is multiplied by the change of workers x passes,
+        because the micro-batch stays the same.
         """
         if KEY not in state_dict:
             raise ValueError(
@@ -632,7 +422,6 @@ class ScalingRuleBase(ScaledOptimizer):
             **core.measurement.to_state(),
             "loss_scale": core.loss_scale.last,
             "batch": core.batch.to_state(),
-            "options": save_options(core.options),
         }
 
     def load_scaling_state_dict(self, state_dict: SavedState) -> None:
@@ -645,47 +434,34 @@ class ScalingRuleBase(ScaledOptimizer):
         core = self._core
         entry = SavedEntries(saved, "a scaling rule")
         entry.expect(_describe_origin(self._norm_kind, self._inner_optimizer()))
-        batch, batch_mismatches = core.batch.parse_state(entry.part("batch"))
-        options, mismatches = load_options(core.options, entry.part("options").plain)
+        batch = core.batch.parse_state(entry.part("batch"))
         loss_scale = None
         if entry.has("loss_scale"):
             loss_scale = entry.real("loss_scale", above=0.0, below=SQUARES)
         state = ScalingState(
             batch=batch,
-            options=options,
-            mismatches=batch_mismatches + mismatches,
             history=core.history.parse_state(entry),
             measurement=core.measurement.parse_state(entry),
             loss_scale=loss_scale,
         )
-        scale = self._check_own_scale(batch.scale_for(batch.passes))
-        loaded = copy.copy(self)  # for the check, which reads the options
-        loaded._core = copy.copy(core)
-        loaded._core.options = options
-        loaded._check_optimizer_supports(scale)
+        self._check_optimizer_supports(self._check_own_scale(batch.scale_for(batch.passes)))
         return state
 
     def take_scaling_state(self, state: ScalingState) -> None:
         """Continue from a parsed state."""
         core = self._core
         core.batch.load_state(state.batch)
-        core.options = state.options
-        self._apply_options()
+        core.forget()
         core.measurement.load_state(state.measurement)
         core.loss_scale.last = state.loss_scale
-        core.continue_from(state.history)
+        core.history.load(state.history)
         if core.reporter.observer is not None:
             core.reporter.observer.after_load()
-        if state.mismatches:
-            message = describe_mismatches(state.mismatches, type(self).__name__)
-            warn(message)
 
 
 @dataclass(frozen=True)
 class ScalingState:
     batch: Batch
-    options: Options
-    mismatches: list[OptionMismatch]
     history: History
     measurement: MeasurementState
     loss_scale: float | None
@@ -699,7 +475,3 @@ def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
         "optimizer": type(plain_optimizer(inner)).__name__,  # independent of sharding
         "group_sizes": [len(group["params"]) for group in optimizer.param_groups],
     }
-
-
-def _module(averager: Averager | None) -> nn.Module | None:
-    return averager if isinstance(averager, nn.Module) else None

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.optim import SGD, Optimizer
@@ -29,7 +27,7 @@ from manyhands._optimizers.wrappers import ParamGroup
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._preconditioned import PreconditionedNorm
 from manyhands.scaling._rule_base import ScalingRuleBase
-from manyhands.scaling._settings import Accumulation, Option, Options, RuleOptions
+from manyhands.scaling._settings import Accumulation, RuleOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -210,24 +208,20 @@ class AdamScale(AdaScale):
         **options: Unpack[RuleOptions],
     ) -> None:
         self._second_moment_floor = second_moment_floor
+        if second_moment_floor is not None:
+            real("second_moment_floor", second_moment_floor, least=0.0, below=1.0)
         super().__init__(optimizer, **options)
 
-    def _extra_options(self) -> Options:
-        check = partial(real, "second_moment_floor", least=0.0, below=1.0)
-        return {"second_moment_floor": Option(1e-3, self._second_moment_floor, check=check)}
+    def _moment_floor(self) -> float:
+        if self._second_moment_floor is not None:
+            return self._second_moment_floor
+        return 0.0 if self._core.batch.loop.counts else 1e-3  # 0 as in adaptdl
+
+    def _compared_options(self) -> dict[str, float]:
+        return {**super()._compared_options(), "second_moment_floor": self._moment_floor()}
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
-        core = self._core
-        floor = core.options["second_moment_floor"]
-        if core.batch.loop.counts:  # AdaptiveDataParallel has adaptdl's default
-            floor = replace(floor, default=0.0)
-            core.options["second_moment_floor"] = floor
-        return PreconditionedNorm(optimizer, floor.number)
-
-    def _apply_options(self) -> None:
-        norms = self._core.measurement.norms
-        assert isinstance(norms, PreconditionedNorm)
-        norms.floor = self._core.options["second_moment_floor"].number
+        return PreconditionedNorm(optimizer, self._moment_floor())
 
     def scale_lr(self, scale: float, power: float = 0.5) -> Sequence[float]:
         return [gain**power for gain in super().scale_lr(scale)]
@@ -280,25 +274,21 @@ class SqrtScale(ScalingRuleBase):
         self,
         optimizer: Optimizer | None = None,
         *,
-        rescale_adam: bool | None = None,
+        rescale_adam: bool = False,
         **options: Unpack[RuleOptions],
     ) -> None:
-        self._rescale_adam = rescale_adam
+        self._rescale_adam = flag("rescale_adam", rescale_adam)
         super().__init__(optimizer, **options)
 
-    def _extra_options(self) -> Options:
-        check = partial(flag, "rescale_adam")
-        return {"rescale_adam": Option(False, self._rescale_adam, check=check)}
-
-    def _rescales_adam(self) -> bool:
-        return bool(self._core.options["rescale_adam"].value)
+    def _compared_options(self) -> dict[str, float]:
+        return {**super()._compared_options(), "rescale_adam": float(self._rescale_adam)}
 
     def scale_lr(self, scale: float) -> float:
         return math.sqrt(scale)
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
         # Adam and AdamW have betas, RMSprop has alpha.
-        if self._rescales_adam() and not {"betas", "alpha"} & set(optimizer.defaults):
+        if self._rescale_adam and not {"betas", "alpha"} & set(optimizer.defaults):
             raise TypeError(
                 "rescale_adam=True requires an optimizer with betas or alpha, such as Adam or "
                 f"RMSprop, got {type(optimizer).__name__}."
@@ -314,7 +304,7 @@ class SqrtScale(ScalingRuleBase):
 
     def _rescale_group(self, group: ParamGroup, scale: float) -> Mapping[str, object]:
         """Return the group's rescaled eps and betas (or alpha)."""
-        if not self._rescales_adam() or scale == 1.0:
+        if not self._rescale_adam or scale == 1.0:
             return {}
         eps = group["eps"] / math.sqrt(scale)
         if "betas" in group:
@@ -333,11 +323,8 @@ class LEGWScale(ScalingRuleBase):
     Args:
         base_warmup_epochs: the baseline's warm-up.
         data_size: samples per epoch.
-        optimizer: optimizer to wrap. It requires `batch_size`.
-        batch_size: the baseline's batch size. In `AdaptiveDataParallel` the default is determined
-            in the first step: the leading dimension of the model's first input, averaged over
-            the workers, times workers and passes, divided by the scale. The result is saved with
-            the state and shown by `repr`.
+        optimizer: optimizer to wrap.
+        batch_size: the baseline's batch size.
 
     `ScalingRuleBase` documents the other arguments.
 
@@ -353,62 +340,25 @@ class LEGWScale(ScalingRuleBase):
         data_size: int,
         optimizer: Optimizer | None = None,
         *,
-        batch_size: float | None = None,
+        batch_size: float,
         **options: Unpack[RuleOptions],
     ) -> None:
-        self._warmup_epochs = base_warmup_epochs
-        self._data_size = data_size
-        self._batch_size = batch_size
-        super().__init__(optimizer, **options)
-
-    def _extra_options(self) -> Options:
         # The optimizer is the third argument, which is easy to miss.
         why = "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
+        self._warmup_epochs = real("base_warmup_epochs", base_warmup_epochs, least=0.0, why=why)
+        self._data_size = real("data_size", data_size, least=1.0, why=why)
+        self._batch_size = real("batch_size", batch_size, above=0.0, why=why)
+        super().__init__(optimizer, **options)
+
+    def _compared_options(self) -> dict[str, float]:
         return {
-            name: Option(None, value, check=partial(real, name, least=least, why=why))
-            for name, value, least in (
-                ("base_warmup_epochs", self._warmup_epochs, 0.0),
-                ("data_size", self._data_size, 1.0),
-                ("batch_size", self._batch_size, 1e-9),
-            )
+            **super()._compared_options(),
+            "base_warmup_epochs": self._warmup_epochs,
+            "data_size": self._data_size,
+            "batch_size": self._batch_size,
         }
-
-    def _check_optimizer_supports(self, scale: float) -> None:
-        batch_size = self._core.options["batch_size"].value
-        if batch_size is None and not hasattr(self.adp, "leading_dimension"):
-            raise ValueError("LEGWScale requires the baseline's batch size: pass batch_size=...")
-
-    @property
-    def batch_size(self) -> float:
-        """The baseline's batch size: the argument, or the value found in the first step."""
-        known = self._core.options["batch_size"].value
-        if known is None:
-            raise RuntimeError("batch_size is unknown before the first step: pass batch_size=...")
-        return float(known)
-
-    def _before_factors(self, skipped: bool) -> None:
-        """Determine the baseline's batch size in the first step."""
-        core = self._core
-        batch_size = core.options["batch_size"]
-        if batch_size.value is not None:
-            return
-        known = [report.micro_batch for report in core.reports if report.micro_batch]
-        if not known:
-            raise RuntimeError("the model received no tensor: pass batch_size=... to LEGWScale.")
-        micro_batch = sum(known) / len(known)
-        small_batch = micro_batch * core.batch.workers * self.passes / self.scale
-        core.options["batch_size"] = replace(batch_size, recorded=small_batch)
 
     def scale_lr(self, scale: float) -> float:
         return legw_factor(
-            scale, self.progress, self._warmup_epochs, self._data_size, self.batch_size
+            scale, self.progress, self._warmup_epochs, self._data_size, self._batch_size
         )
-
-    def _settings(self) -> dict[str, object]:
-        known = self._core.options["batch_size"].value
-        return {
-            "base_warmup_epochs": self._warmup_epochs,
-            "data_size": self._data_size,
-            "batch_size": "from the first input" if known is None else f"{known:g}",
-            **super()._settings(),
-        }

@@ -10,7 +10,7 @@ Memory
     step.sent        the step's numbers, from the last pass until `clear`
     previous.grads   the gradient of the previous step, if consecutive gradients are compared
 
-**Last pass.** A `Loop` determines which pass is the last of a step:
+**Last pass.** A `Loop` determines which pass is the last of a step (`_loops.py`):
 
     Loop             the declared number of passes is reached (user, `Ramp`, adapter)
     CountingLoop     the data-parallel module averages this pass, which is outside `no_sync()`
@@ -29,14 +29,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, SupportsIndex
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._arguments import whole
-from manyhands._optimizers.foreign import PreparedOptimizer
 from manyhands._optimizers.modules import ParallelModules
 from manyhands._optimizers.state_parts import SavedEntries
 from manyhands._optimizers.wrappers import LossScale, ParamGroup, params_of, unwrap
@@ -49,15 +46,8 @@ from manyhands.scaling._hooks import (
     Norm,
     PlainNorm,
     any_values,
-    find_unaveraged_gradients,
-    unsharded_parameters,
 )
-from manyhands.scaling._mean_gradient import (
-    MeanGradient,
-    PreviousGradient,
-    StepFacts,
-    parse_previous,
-)
+from manyhands.scaling._mean_gradient import MeanGradient, StepFacts
 from manyhands.scaling._noise import MeasuredSteps
 from manyhands.scaling._payload import (
     NO_BACKWARD,
@@ -67,28 +57,18 @@ from manyhands.scaling._payload import (
     RankReport,
     SentStep,
     StepExchange,
-    describe_missing,
 )
-from manyhands.scaling._settings import (
-    PASSES,
-    PER_STEP,
-    Accumulation,
-    OptionMismatch,
-    ShortStep,
-    check_smoothing,
-)
+from manyhands.scaling._previous_gradient import PreviousGradient, parse_previous
+from manyhands.scaling._settings import PASSES, Averager, check_smoothing
+from manyhands.scaling._unsharded import find_unaveraged_gradients, unsharded_parameters
 
 NO_REPORT = RankReport()
+REPEATED = (
+    "a parameter received two gradients in a backward pass: reentrant checkpoints share it. Pass "
+    "use_reentrant=False to torch.utils.checkpoint.checkpoint, or run the pass inside one_sample()."
+)
 
 # -- passes ----------------------------------------------------------------------------------------
-
-
-class Averager(Protocol):
-    """A data-parallel module."""
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether the module averages the next pass."""
 
 
 class Loop:
@@ -112,60 +92,6 @@ class Loop:
         return self.declared_last is False
 
 
-class CountingLoop(Loop):
-    """Count passes until the module averages. `Measurement` divides their sum."""
-
-    counts = True
-
-    def __init__(self, module: Averager) -> None:
-        if not hasattr(module, "require_backward_grad_sync"):
-            why = "has no require_backward_grad_sync: use AdaptiveDataParallel."
-            raise TypeError(f"{type(module).__name__} {why}")
-        self.module: Averager = module
-
-    def is_last(self) -> bool:
-        return self.module.require_backward_grad_sync
-
-
-class FollowingLoop(Loop):
-    """Follow an `Accumulation`. With `in_every_pass`, its loop calls `step()` after every pass."""
-
-    decides = True
-
-    def __init__(self, accumulation: Accumulation, *, in_every_pass: bool = False) -> None:
-        self._accumulation = accumulation
-        self._in_every_pass = in_every_pass
-
-    def passes(self) -> int:
-        return self._accumulation.gradient_accumulation_steps
-
-    def is_last(self) -> bool:
-        return self._accumulation.sync_gradients
-
-    @property
-    def in_mid_step(self) -> bool:
-        return super().in_mid_step or (self._in_every_pass and not self.is_last())
-
-
-def prepared_loop(prepared: PreparedOptimizer, declared: int) -> FollowingLoop | None:
-    """Return a prepared optimizer's loop; None if the declared number of passes applies."""
-    passes = prepared.loop.gradient_accumulation_steps
-    if declared not in (1, passes):
-        if passes == 1:
-            return None
-        raise ValueError(
-            f"{PASSES}={declared}, but the trainer's loop accumulates {passes} passes. "
-            "Omit the argument."
-        )
-    return FollowingLoop(prepared.loop, in_every_pass=True)
-
-
-def passes_and_loop(passes: SupportsIndex | Accumulation) -> tuple[int, Loop]:
-    if isinstance(passes, Accumulation):
-        return passes.gradient_accumulation_steps, FollowingLoop(passes)
-    return whole(PASSES, passes, least=1, why=PER_STEP), Loop()
-
-
 # -- the size of a step ----------------------------------------------------------------------------
 
 
@@ -183,13 +109,13 @@ class Batch:
     passes: int = 1  # of a full step: declared, or counted in the last step
     short: int | None = None
     loop: Loop = field(default_factory=Loop)
-    short_step: ShortStep = "error"
     scale: float | None = None
     scale_per_pass: float | None = None
     smoothing: float | None = None
     memory: float = 1000.0  # default memory of the averages, in small batches
     loss_is_divided: bool = True
-    set_by_user: frozenset[str] = frozenset()  # "scale" or "smoothing", if set in this run
+    scale_is_explicit: bool = False  # set in this run
+    smoothing_is_explicit: bool = False
 
     def scale_for(self, passes: int) -> float:
         if self.scale is not None:
@@ -202,6 +128,12 @@ class Batch:
 
     def begin_step(self) -> None:
         self.set_passes(self.loop.passes() or self.passes)
+
+    def follow(self, loop: Loop) -> None:
+        """Let this loop determine the passes."""
+        self.loop = loop
+        self.begin_step()
+        self.check_divided()
 
     def set_passes(self, passes: int) -> None:
         self.passes = passes
@@ -221,15 +153,11 @@ class Batch:
     def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
         self.scale = scale
         self.scale_per_pass = per_pass
-        self.set_by_user |= {"scale"}
+        self.scale_is_explicit = True
 
     def set_smoothing(self, smoothing: float | None) -> None:
-        if smoothing is None:
-            self.smoothing = None
-            self.set_by_user -= {"smoothing"}
-        else:
-            self.smoothing = check_smoothing(smoothing)
-            self.set_by_user |= {"smoothing"}
+        self.smoothing = None if smoothing is None else check_smoothing(smoothing)
+        self.smoothing_is_explicit = smoothing is not None
 
     def to_state(self) -> dict[str, float | None]:
         return {
@@ -240,8 +168,8 @@ class Batch:
             "passes": self.passes,
         }
 
-    def parse_state(self, state: SavedEntries) -> tuple[Batch, list[OptionMismatch]]:
-        """Return the batch with saved settings, and mismatches with explicit settings.
+    def parse_state(self, state: SavedEntries) -> Batch:
+        """Return the batch with the saved settings, except for explicit settings of this run.
 
         A saved scale is multiplied by the change of workers x passes.
         """
@@ -249,44 +177,36 @@ class Batch:
         passes = self.passes
         if self.loop.counts:
             passes = saved_passes
-        growth = self.workers * passes / (state.whole("workers", 1) * saved_passes)
-        ours = replace(self, passes=passes, short=None)
-        loaded = replace(ours, scale=None, scale_per_pass=None, smoothing=None)
-        if state.has("scale"):
-            loaded.scale = state.real("scale", above=0.0) * growth
-        if state.has("scale_per_pass"):
-            loaded.scale_per_pass = state.real("scale_per_pass", above=0.0)
-        if state.has("smoothing"):
-            loaded.smoothing = check_smoothing(state["smoothing"])
-        mismatches = []
-        if "scale" in self.set_by_user:
-            mismatches.append(
-                OptionMismatch("scale", ours.scale_for(passes), loaded.scale_for(passes))
-            )
-            loaded.scale = self.scale
-            loaded.scale_per_pass = self.scale_per_pass
-        if "smoothing" in self.set_by_user:
-            # The default may depend on the scale, so compare at the final scale.
-            scale = loaded.scale_for(passes)
-            mismatches.append(
-                OptionMismatch("smoothing", ours.smoothing_for(scale), loaded.smoothing_for(scale))
-            )
-            loaded.smoothing = self.smoothing
-        return loaded, [each for each in mismatches if each.here != each.in_state_dict]
+        loaded = replace(self, passes=passes, short=None)
+        if not self.scale_is_explicit:
+            growth = self.workers * passes / (state.whole("workers", 1) * saved_passes)
+            loaded.scale = None
+            if state.has("scale"):
+                loaded.scale = state.real("scale", above=0.0) * growth
+            loaded.scale_per_pass = None
+            if state.has("scale_per_pass"):
+                loaded.scale_per_pass = state.real("scale_per_pass", above=0.0)
+        if not self.smoothing_is_explicit:
+            loaded.smoothing = None
+            if state.has("smoothing"):
+                loaded.smoothing = check_smoothing(state["smoothing"])
+        return loaded
 
     def check_divided(self) -> None:
-        if self.short_step == "count" and not self.loss_is_divided:
-            raise ValueError("short_step='count' requires losses divided by the passes.")
+        if self.loop.decides and not self.loss_is_divided:
+            raise ValueError(
+                "is_scaled_loss=False, but a loop that controls the passes must divide the losses. "
+                "Divide each loss by the loop's gradient_accumulation_steps."
+            )
 
-    def describe_short(self, passes: int, but: str = "") -> str:
+    def describe_short(self, passes: int) -> str:
         call = f"call set_num_gradients_to_accumulate({passes}) on every worker"
         if self.loop.decides:
             call = f"set the loop's gradient_accumulation_steps to {passes}"
         return (
-            f"step() after {passes} of {self.passes} backward passes{but}. Before the first pass "
-            f"of a shorter step, {call}, and divide its losses by {passes}. (short_step='count' is "
-            f"for loops that divide every loss by {self.passes} and do not modify the gradient "
-            "before step().)"
+            f"step() after {passes} of {self.passes} backward passes. Before the first pass of a "
+            f"shorter step, {call}, and divide its losses by {passes}. If the loop divides every "
+            f"loss by {self.passes}, pass an Accumulation as num_gradients_to_accumulate."
         )
 
     def load_state(self, loaded: Batch) -> None:
@@ -318,7 +238,6 @@ class Step:
     squares: Tensor | None = None
     valid: bool = True  # False if a gradient was measured incompletely
     last_gradient: GradientVersion | None = None  # of some parameter, after the last pass
-    last_norm: Tensor | None = None  # of a gradient, where the version is not sufficient
     divided_by: float = 1  # divisor that `Measurement` has applied to the gradient
     small_batches: int | None = None
     announced: int | None = None  # passes according to a WeightedMean
@@ -326,6 +245,11 @@ class Step:
     @property
     def gradient_untouched(self) -> bool:
         return self.last_gradient is not None and self.last_gradient.unchanged
+
+    @property
+    def corrected(self) -> bool:
+        """Whether the gradient of a short step is the mean over the passes."""
+        return self.divided_by != 1
 
     @property
     def lacks_last_pass(self) -> bool:
@@ -363,7 +287,6 @@ class Measurement:
         *,
         compare_at_scale_1: bool = True,
         changes_gradients: bool = True,
-        model: nn.Module | None = None,
     ) -> None:
         self.ranks = ranks
         self.norms = norms
@@ -377,7 +300,6 @@ class Measurement:
         self._end_passes = end_passes
         self._compare_at_scale_1 = compare_at_scale_1
         self._changes_gradients = changes_gradients  # whether to correct a short step's gradient
-        self._model = model
         self.hooks = GradientHooks(norms, BackwardPasses(self))
         # The gradient of the last step, until the next pass begins.
         self._gradient_at_step: GradientVersion | None = None
@@ -394,7 +316,7 @@ class Measurement:
         )
         self.exchange.set_groups(len(param_groups), self._params[0].device)
         self._parallel = ParallelModules(self._params)
-        self._unsharded = unsharded_parameters(self._params, self._model)
+        self._unsharded = unsharded_parameters(self._params)
         self.hooks.attach(self._params, self._unsharded)
         self.clear()
 
@@ -479,6 +401,8 @@ class Measurement:
             step.small_batches = weight.small_batches
             step.announced = weight.passes
         step.valid = step.valid and hooks.valid
+        if hooks.repeated:
+            step.problem = REPEATED
         step.passes += 1
         is_last = self._is_last
         if is_last is None:
@@ -496,8 +420,6 @@ class Measurement:
         hooks.reset()
         step.norms = {}
         step.last_gradient = GradientVersion(self._params[hooks.first_index])
-        if self._unsharded and batch.short_step == "count" and not batch.loop.decides:
-            step.last_norm = self._norm_of_one()
 
     # -- the end of a step -------------------------------------------------------------------
 
@@ -528,9 +450,8 @@ class Measurement:
         step.sent = self.exchange.send(
             local,
             claims,
-            short_allowed=batch.short_step == "count",
             # Otherwise ranks may differ, if a loss used none of the parameters.
-            same_passes=batch.short_step == "count" and batch.loop.decides,
+            may_be_short=batch.loop.decides,
         )
         step.sent.anomaly = self._find_anomaly()
         step.complete = True
@@ -608,7 +529,11 @@ class Measurement:
         alone = step.passes == 1 and not hooks.idle and self._mean.not_averaged
         missing = [index for index in hooks.trainable if index not in hooks.norms]
         if missing:
-            text = describe_missing(missing, len(hooks.trainable))
+            text = (
+                f"{len(missing)} of {len(hooks.trainable)} parameters had no gradient in the "
+                f"step's last backward() (the first is number {missing[0]}). If they are frozen or "
+                "unused, set find_unused_parameters=True"
+            )
             return anomaly(text, may_be_intended=not alone)
         if alone:
             return anomaly(NOT_AVERAGED)
@@ -669,30 +594,10 @@ class Measurement:
                 if param.grad is not None:
                     local_shard(param.grad).mul_(factor)
 
-    def count_short(self) -> None:
-        """Make the gradient of a short step the mean over the passes."""
-        step = self.step
-        if step.divided_by != 1:
-            return  # already done
-        before = step.last_norm
-        if not step.gradient_untouched or (
-            before is not None and not torch.equal(before, self._norm_of_one())
-        ):
-            but = ", whose gradient was changed already (clipped, unscaled)"
-            raise RuntimeError(self.batch.describe_short(step.passes, but))
-        self._apply_short()
-
-    def _norm_of_one(self) -> Tensor:
-        # Clipping DTensors with a foreach operation does not change their versions.
-        for param in self._params:
-            if param.grad is not None and local_shard(param.grad).numel():
-                return torch.linalg.vector_norm(local_shard(param.grad).detach())
-        return torch.zeros(())
-
     def _apply_short(self) -> None:
         step = self.step
         batch = self.batch
-        if step.passes >= batch.passes or batch.short_step != "count":
+        if step.passes >= batch.passes:
             batch.short = None  # an earlier pass may have seemed to be the last
             return
         if step.announced not in (None, step.passes):

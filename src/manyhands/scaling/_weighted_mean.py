@@ -141,8 +141,7 @@ class WeightedMean:
         if self._rule is not None and not self._rule.port.batch.loop.counts:
             batch = self._rule.port.batch
             passes = batch.loop.passes() or batch.passes
-            may_be_short = batch.loop.decides and batch.short_step != "error"
-            if len(numbers) > passes or (len(numbers) < passes and not may_be_short):
+            if len(numbers) > passes or (len(numbers) < passes and not batch.loop.decides):
                 return (
                     f"counts has {len(numbers)} number(s), and a step has {passes} backward "
                     "pass(es), as declared by num_gradients_to_accumulate or a Ramp. Give one "

@@ -84,7 +84,7 @@ _WELL_KNOWN = (
         "step_seconds",
         "Time of a step",
         "seconds",
-        "On the slowest rank. Dotted: predicted by Ramp's fit.",
+        "Mean over ranks. Dotted: predicted by Ramp's fit.",
         logarithmic=True,
     ),
     Panel(
