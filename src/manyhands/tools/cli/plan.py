@@ -125,11 +125,7 @@ def plan(
         return
     assert model is not None
     options = dict(map(_parse_option, optimizer_option or []))
-    shapes = list(map(_parse_input, input or []))
-    named = {name for name, _, _ in shapes if name}
-    if named and len(named) < len(shapes):
-        given = ", ".join(input or [])
-        stop("plan", f"--input needs a name for each argument or for none, got {given}.")
+    shapes = _parse_inputs(input or [])
     grid = _parse_mesh(mesh)
     with show_progress(f"planning {model}"):
         builder = _import_object(model)
@@ -137,11 +133,6 @@ def plan(
 
         from manyhands.tools.plan import plan as make_plan
 
-        inputs: Any = None
-        if named:
-            inputs = {name: _meta_tensor(sizes, dtype) for name, sizes, dtype in shapes}
-        elif shapes:
-            inputs = tuple([_meta_tensor(sizes, dtype) for _, sizes, dtype in shapes])
         casting = torch.autocast("cpu", _dtype(autocast or "bfloat16"), enabled=bool(autocast))
         try:
             with casting:
@@ -150,7 +141,7 @@ def plan(
                     optimizer,
                     workers,
                     memory=memory,
-                    input=inputs,
+                    input=_make_inputs(shapes),
                     backend=backend,
                     network=network,
                     latency=latency,
@@ -229,6 +220,15 @@ def _parse_input(text: str) -> tuple[str, list[int], str]:
     return found[1] or "", list(map(int, found[2].split("x"))), found[3] or "float32"
 
 
+def _parse_inputs(texts: list[str]) -> list[tuple[str, list[int], str]]:
+    shapes = list(map(_parse_input, texts))
+    named = {name for name, _, _ in shapes if name}
+    if named and len(named) < len(shapes):
+        given = ", ".join(texts)
+        stop("plan", f"--input needs a name for each argument or for none, got {given}.")
+    return shapes
+
+
 def _parse_mesh(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
@@ -238,10 +238,16 @@ def _parse_mesh(text: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
-def _meta_tensor(sizes: list[int], dtype: str) -> torch.Tensor:
+def _make_inputs(shapes: list[tuple[str, list[int], str]]) -> Any:
+    """Return meta tensors: a dict if the inputs have names, or a tuple. None: no inputs."""
     import torch
 
-    return torch.empty(sizes, dtype=_dtype(dtype), device="meta")
+    found = {}
+    for number, (name, sizes, dtype) in enumerate(shapes):
+        found[name or number] = torch.empty(sizes, dtype=_dtype(dtype), device="meta")
+    if shapes and not shapes[0][0]:
+        return tuple(found.values())
+    return found or None
 
 
 def _dtype(name: str) -> torch.dtype:
