@@ -54,6 +54,7 @@ def test_resuming_prints_what_the_page_shows(tmp_path, monkeypatch):
         (["--allow", "batchnorm", "train.py"], "--allow takes some of batch-norm, schedule"),
         (["--rank=2", "train.py"], "there is no option --rank=2. Did you mean --ranks?"),
         (["-m", "--setps", "train"], "there is no option --setps. Did you mean --steps?"),
+        (["train.py", "--ranks", "4"], "--ranks follows the script. Write it before the script"),
         (["trian.py"], "trian.py is not a file. Give a Python script."),
         ([], "give a Python script, or a module with -m."),
     ],
@@ -62,6 +63,12 @@ def test_wrong_options_are_named(arguments, said, tmp_path, monkeypatch):
     result = run(["check", *arguments], tmp_path, monkeypatch)
     assert result.exit_code == 2
     assert said in result.output
+
+
+def test_an_option_of_the_script_may_follow_two_dashes(tmp_path, monkeypatch):
+    text = 'import sys\nassert sys.argv[1:] == ["--ranks", "4"], sys.argv\nsys.exit("reached")\n'
+    result = run(["check", "train.py", "--", "--ranks", "4"], tmp_path, monkeypatch, text)
+    assert "reached" in result.output
 
 
 @pytest.mark.long
