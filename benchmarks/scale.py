@@ -285,7 +285,7 @@ def large(level: Any, kind: str) -> list[str]:
         model = build_large()
         model, optimizer = mh.shard(model, optimizers_of(model, kind), level=level)
         memory.restart()
-        model(torch.zeros(1, 1024, dtype=torch.long)).sum().backward()
+        model(torch.zeros(1, 4096, dtype=torch.long)).sum().backward()
         for each in optimizer if isinstance(optimizer, list) else [optimizer]:
             each.step()
         peak = memory.peak
@@ -293,7 +293,7 @@ def large(level: Any, kind: str) -> list[str]:
     seconds = time.monotonic() - began
     row = [f"{NAMES[level]}, {kind}", f"{seconds:.0f}", f"{time.process_time():.0f}"]
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    tokens = torch.empty(1, 1024, dtype=torch.long, device="meta")
+    tokens = torch.empty(1, 4096, dtype=torch.long, device="meta")
     with torch.device("meta"):
         model = build_large()
     planned = mh.plan(model, optimizers_of(model, kind), 8192, input=tokens).rows[level]
