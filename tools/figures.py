@@ -257,8 +257,8 @@ def gpu() -> Figures:
 
     yield figure(
         "docs/scaling.md",
-        "with a GPT of 124 M parameters and 16,384 tokens per pass, a step took {} times as long "
-        "as a plain step under AdaScale, and {} times under AdamScale",
+        "with a GPT of 124 M parameters and 16,384 tokens per pass, a step under AdaScale "
+        "took {} times as long as a plain step, and a step under AdamScale {} times",
         *(wall("AdaScale"), wall("AdamScale")),
     )
     result = stored("gpu.json")
@@ -666,12 +666,12 @@ def little_warmup(rows: list[Row], excess: Callable[[str, str], float]) -> Figur
     )
     yield figure(
         "README.md",
-        'The settings were `codec="int8"`, `every=32` and a warm-up of 5 %. The '
-        "[loss](docs/benchmarks/blocks-quality.md) was {} % higher than with synchronous training "
-        "on Shakespeare, and {} % lower on MNIST with a low learning rate",
+        'With `codec="int8"`, `every=32`, and synchronous training for the first 5 % of steps. '
+        "Compared with synchronous training, the [loss](docs/benchmarks/blocks-quality.md) was {} "
+        "% higher on Shakespeare, and {} % lower on MNIST with a low learning rate",
         *(f"{text:.1f}", f"{-digits:.1f}"),
     )
-    yield figure("README.md", "|DDP's traffic divided by {} ⁵|", whole)
+    yield figure("README.md", "|{} times less traffic than DDP ⁵|", whole)
 
 
 def short_runs() -> Figures:
