@@ -97,7 +97,8 @@ def test_the_documented_model_trains_on_two_workers_as_on_one(side, tmp_path):
     """(The workers have the same inputs.)"""
     (alone,) = run_example("wrapped_model.py", "ours", 1, tmp_path)
     for state in run_example("wrapped_model.py", side, 2, tmp_path):
-        torch.testing.assert_close(state, alone, rtol=1e-4, atol=1e-5)
+        # The gradient of the keys' bias is zero up to rounding, which Adam enlarges to 2e-5.
+        torch.testing.assert_close(state, alone, rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")  # torch's

@@ -175,6 +175,7 @@ class OSS(DividedOptimizer):
         # Collectives of different sizes would hang.
         agree(self._workers, {**facts, **facts_of_groups(self.param_groups)}, ADVICE)
         for group in self.param_groups:
+            _check_dense(group["params"])
             self._shards.extend(group["params"])
         self._run.trained = self._shards.trained
         groups = [self._group_of_slices(i) for i in range(len(self.param_groups))]
@@ -227,14 +228,9 @@ class OSS(DividedOptimizer):
                 "these parameters are already sharded, as by FullyShardedDataParallel. Pass them "
                 "to the optimizer directly, or to WholeTensorOptimizer if it needs whole tensors."
             )
-        for param in params:
-            if param.layout != torch.strided:
-                raise ValueError(
-                    f"OSS needs dense parameters, got a parameter with layout {param.layout}. "
-                    "Pass sparse parameters to a separate optimizer."
-                )
 
     def _take_in_last_group(self) -> None:
+        _check_dense(self.param_groups[-1]["params"])
         self._shards.extend(self.param_groups[-1]["params"])
         self.optim.add_param_group(self._group_of_slices(len(self.param_groups) - 1))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
@@ -431,3 +427,13 @@ def find_oss(optimizer: Optimizer) -> OSS:
             "Write OSS(model.parameters(), optim=..., ...)."
         )
     return inner
+
+
+def _check_dense(params: Sequence[Tensor]) -> None:
+    """Raise if a parameter is sparse. Call this after all ranks have agreed on the parameters."""
+    for param in params:
+        if param.layout != torch.strided:
+            raise ValueError(
+                f"OSS needs dense parameters, got a parameter with layout {param.layout}. "
+                "Pass sparse parameters to a separate optimizer."
+            )
