@@ -128,9 +128,9 @@ def quality() -> Figures:
     assert other.mean > early.mean and ada.mean > linear.mean
     yield figure(
         "docs/scaling.md",
-        "AdaScale is no better than linear scaling: {} % versus {} % accuracy for an MLP on MNIST at "
-        "scale 32 (SGD, three seeds). Trained until `progress` equals the number of small-batch steps, "
-        "AdaScale reaches {} %, and linear scaling {} % in the same number of steps.",
+        "AdaScale is no better than linear scaling: {} % versus {} % accuracy for an MLP on MNIST "
+        "at scale 32 (SGD, three seeds). Trained until `progress` equals the number of small-batch "
+        "steps, AdaScale reaches {} %, and linear scaling {} % in the same number of steps.",
         *(f"{cell.mean:.1f}" for cell in (early, other, ada, linear)),
     )
     yield from around_adamw()
