@@ -84,6 +84,7 @@ def another_job(monkeypatch):
 
     for name in _folder.JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(_folder, "QUIET", 0.0)
     start()
     yield start
     release_locks()

@@ -397,7 +397,13 @@ def another_dimension(state):
     return state
 
 
+def numbers_as_strings(state):
+    """As JSON has them: no parameter would find its state."""
+    return {**state, "state": {str(number): held for number, held in state["state"].items()}}
+
+
 WRONG = [
+    numbers_as_strings,
     another_size_of_group,
     another_number_of_groups,
     another_shape,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer, RMSprop
 
@@ -57,7 +57,8 @@ class AdaptiveDataParallel(ModuleWrapper):
     Args:
         model: the module. A `fully_shard` module is not wrapped in DDP.
         optimizer: a bare optimizer of these parameters. The rule replaces `step` and `zero_grad`.
-        lr_scheduler: stored as an attribute, but not saved.
+        lr_scheduler: stored as an attribute, but not saved. A rule in this place is the
+            `scaling_rule`.
         mp_scaler: the `GradScaler` in use.
         scaling_rule: an unbound rule. Default: `AdamScale()` for Adam and RMSprop, otherwise
             `AdaScale()`.
@@ -84,12 +85,12 @@ class AdaptiveDataParallel(ModuleWrapper):
         instance("model", model, nn.Module, "a torch.nn.Module")
         # Rejects misspelt keywords, even if no process group exists, and therefore no DDP.
         inspect.signature(DistributedDataParallel.__init__).bind(None, None, **ddp_arguments)
-        if isinstance(lr_scheduler, ScalingRuleBase):
-            raise TypeError(
-                f"lr_scheduler must be a scheduler or None, got {type(lr_scheduler).__name__}. "
-                "Pass a rule by name: scaling_rule=rule."
-            )
         rule = scaling_rule
+        if isinstance(lr_scheduler, ScalingRuleBase) and rule is None:
+            rule = lr_scheduler
+            lr_scheduler = None
+        if mp_scaler is not None and not hasattr(mp_scaler, "get_scale"):
+            raise TypeError(f"mp_scaler must be a GradScaler, got {type(mp_scaler).__name__}.")
         if rule is None:
             rule = AdamScale() if isinstance(optimizer, Adam | RMSprop) else AdaScale()
         instance("scaling_rule", rule, ScalingRuleBase, "a scaling rule, such as AdaScale()")
@@ -97,6 +98,7 @@ class AdaptiveDataParallel(ModuleWrapper):
         self.scaling_rule = rule
         self.lr_scheduler = lr_scheduler
         self.name = name
+        self.leading_dimension: int | None = None  # of the first training input, for `LEGWScale`
         self._fsdp_modules: list[Any] = []  # fully_shard averages their gradients
         for module in model.modules():
             if hasattr(module, "set_requires_gradient_sync"):
@@ -159,9 +161,15 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the model. In training, first read from the loader whether the step continues."""
-        if self.training and torch.is_grad_enabled() and self._loader is not None:
+        trains = self.training and torch.is_grad_enabled()
+        if trains and self._loader is not None:
             self._loader.attach(self)
             self.set_accumulating(self._loader.accumulates)
+        if trains and self.leading_dimension is None:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    self.leading_dimension = value.shape[0]
+                    break
         model: nn.Module = self.module
         if self._parallel:
             model = self._parallel[0]

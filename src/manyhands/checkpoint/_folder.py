@@ -9,9 +9,10 @@ The commit is written under a temporary name and renamed, so a checkpoint appear
 and disappears by a single removal. A killed run leaves a folder with no commit.
 
 Only one job at a time may save here. Rank 0 locks a byte of `.lock` (a POSIX lock) from the first
-save until the process ends, and removes folders with no commit. In a crew any worker may save, so
-all workers share the lock of their run (MANYHANDS_RUN), at a byte derived from the run's name.
-Readers lock the commit (`flock`), which prevents pruning.
+save until the process ends, and removes folders with no commit `QUIET` seconds after the last
+write: another process may copy a checkpoint into the folder. In a crew any worker may save, so all
+workers share the lock of their run (MANYHANDS_RUN), at a byte derived from the run's name. Readers
+lock the commit (`flock`), which prevents pruning.
 
 Without locks, a conflict is noticed when two jobs write a checkpoint with equal number. Each job
 then prunes only its own checkpoints, which have the job's mark in the token, and removes folders
@@ -49,6 +50,7 @@ except ImportError:  # Windows has no such locks
 COMMIT = "index.json"
 PATTERN = re.compile(r"(\d{6,})(?:-step-\d+)?")
 OLD = 2 * 3600.0  # seconds after which an incomplete checkpoint is removed without the lock
+QUIET = 60.0  # the same with the lock
 LOCK = ".lock"
 LOCK_TIMEOUT = 3.0  # seconds to wait for a process that may be about to end
 TEXT = 300  # characters that the lock's text is padded to
@@ -154,7 +156,10 @@ class Folder:
     def _may_remove(self, name: str) -> bool:
         if self.has_commit(name) or self.is_link(name):
             return False
-        return self._locked or self._is_ours(name) or self.age(name) > OLD
+        parts = ("worker-", f".{COMMIT}-")
+        if not all(file.startswith(parts) for file in self.sizes(name)):
+            return False  # the name only looks like a checkpoint
+        return self._is_ours(name) or self.age(name) > (QUIET if self._locked else OLD)
 
     def _is_ours(self, name: str) -> bool:
         return any(f"-{job_mark()}-" in file for file in self.sizes(name))

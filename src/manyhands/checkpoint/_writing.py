@@ -13,6 +13,7 @@ collectives. Only rank 0's work grows with the number of ranks: it reads a recei
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import threading
 import time
@@ -51,6 +52,7 @@ from manyhands.checkpoint._tensor_parts import (
 )
 from manyhands.checkpoint._values import RunObjects, check_scheduler, check_value, encode, escape
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 VISIBLE_AFTER = 3.0  # seconds until a network file system shows a new file
 CALL_TIMEOUT = 1800.0  # seconds for all ranks to call mh.save, if the group has no timeout
 SAY_AFTER = 40.0  # seconds after which a waiting rank warns
@@ -205,8 +207,16 @@ class Save:
         entries = [entry for entry, _ in reversed(self._to_write)]
         if isinstance(self.folder, DryFolder) and self.folder.fake:
             return [0, 0, 0]
-        with self.folder.create(self.name, file_name(self.messages.rank, self.token)) as file:
-            return _format.write(file, entries, lambda _: self._to_write.pop()[1])
+        try:
+            with self.folder.create(self.name, file_name(self.messages.rank, self.token)) as file:
+                return _format.write(file, entries, lambda _: self._to_write.pop()[1])
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise OSError(
+                f"the checkpoint does not fit into {self.folder.path} (the disk is full, or a "
+                "quota or file limit is reached). Free space. Earlier checkpoints are unchanged."
+            ) from error
 
     def _publish(self, receipt: dict[str, Any]) -> list[str]:
         """Complete the checkpoint on rank 0. Return the error if this fails."""

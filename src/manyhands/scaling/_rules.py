@@ -324,7 +324,9 @@ class LEGWScale(ScalingRuleBase):
         base_warmup_epochs: the baseline's warm-up.
         data_size: samples per epoch.
         optimizer: optimizer to wrap.
-        batch_size: the baseline's batch size.
+        batch_size: the baseline's batch size. In `AdaptiveDataParallel` the default is determined
+            in the first step: the leading dimension of the model's first input, averaged over
+            the workers, times workers and passes, divided by the scale.
 
     `ScalingRuleBase` documents the other arguments.
 
@@ -340,14 +342,16 @@ class LEGWScale(ScalingRuleBase):
         data_size: int,
         optimizer: Optimizer | None = None,
         *,
-        batch_size: float,
+        batch_size: float | None = None,
         **options: Unpack[RuleOptions],
     ) -> None:
         # The optimizer is the third argument, which is easy to miss.
         why = "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
         self._warmup_epochs = real("base_warmup_epochs", base_warmup_epochs, least=0.0, why=why)
         self._data_size = real("data_size", data_size, least=1.0, why=why)
-        self._batch_size = real("batch_size", batch_size, above=0.0, why=why)
+        self._batch_size = batch_size
+        if batch_size is not None:
+            self._batch_size = real("batch_size", batch_size, above=0.0, why=why)
         super().__init__(optimizer, **options)
 
     def _compared_options(self) -> dict[str, float]:
@@ -355,10 +359,34 @@ class LEGWScale(ScalingRuleBase):
             **super()._compared_options(),
             "base_warmup_epochs": self._warmup_epochs,
             "data_size": self._data_size,
-            "batch_size": self._batch_size,
+            "batch_size": self._batch_size or 0.0,
         }
+
+    def _check_optimizer_supports(self, scale: float) -> None:
+        if self._batch_size is None and not hasattr(self.adp, "leading_dimension"):
+            raise ValueError("LEGWScale requires the baseline's batch size: pass batch_size=...")
+
+    @property
+    def batch_size(self) -> float:
+        """The baseline's batch size: the argument, or the value found in the first step."""
+        if self._batch_size is None:
+            raise RuntimeError("batch_size is unknown before the first step: pass batch_size=...")
+        return self._batch_size
+
+    def _before_factors(self, skipped: bool) -> None:
+        """Determine the baseline's batch size in the first step."""
+        if self._batch_size is not None:
+            return
+        own = getattr(self.adp, "leading_dimension", None)
+        found = map(int, self._core.ranks.all_gather_text(str(own or 0)))
+        known = [size for size in found if size > 0]
+        if not known:
+            raise RuntimeError("the model received no tensor: pass batch_size=... to LEGWScale.")
+        micro_batch = sum(known) / len(known)
+        workers = self._core.batch.workers
+        self._batch_size = micro_batch * workers * self.passes / self.scale
 
     def scale_lr(self, scale: float) -> float:
         return legw_factor(
-            scale, self.progress, self._warmup_epochs, self._data_size, self._batch_size
+            scale, self.progress, self._warmup_epochs, self._data_size, self.batch_size
         )

@@ -76,6 +76,12 @@ class DTensorGradient(DTensor):
             raise RuntimeError(NOT_LIKE_IT)
         self._local_tensor = other._local_tensor
 
+    def __deepcopy__(self, memo: dict[int, Tensor]) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = self.detach().clone()
+        copied.__class__ = DTensorGradient
+        return memo.setdefault(id(self), copied)
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         """Pickle a plain DTensor, which torch.load accepts."""
         with torch._C.DisableTorchFunctionSubclass():

@@ -107,7 +107,8 @@ class Shards:
         # Backward approximately computes gradients in reverse order.
         for i in reversed(range(first, len(self.params))):
             param = self.params[i]
-            if param.numel():
+            # Frozen subclasses, such as quantized tensors, stay in place.
+            if param.numel() and (param.requires_grad or type(param.data) is Tensor):
                 kind = (param.dtype, param.device)
                 sizes = kinds.setdefault((kind, param.requires_grad), [])
                 sizes.append((i, param.numel()))
@@ -204,7 +205,7 @@ class Shards:
     @property
     def moved(self) -> bool:
         """Whether `model.to(...)` or `half()` has moved parameters out of the buffers."""
-        for buffer in self.buffers:
+        for buffer in self._buffers_in_use():
             for i, start in buffer.layout.starts.items():
                 param = self.params[i]
                 in_buffer = torch._C._is_alias_of(param, buffer.data)  # type: ignore[attr-defined]
@@ -212,9 +213,18 @@ class Shards:
                     return True
         return False
 
+    def _buffers_in_use(self) -> list[FlatBuffer]:
+        """Return buffers with trained parameters. Frozen parameters may be moved separately."""
+        found = []
+        for buffer in self.buffers:
+            params = [self.params[i] for i in buffer.layout.starts]
+            if any(param.requires_grad or param.grad is not None for param in params):
+                found.append(buffer)
+        return found
+
     def rebuild_buffers(self) -> None:
         """Move all parameters to new buffers. As in torch, optimizer state is not moved."""
-        for buffer in self.buffers:
+        for buffer in self._buffers_in_use():
             kinds = {(self.params[i].dtype, self.params[i].device) for i in buffer.layout.starts}
             if len(kinds) > 1:
                 names = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))

@@ -230,6 +230,7 @@ class OSS(DividedOptimizer):
             )
 
     def _take_in_last_group(self) -> None:
+        self.refresh_trainable()  # ranks must agree on parameters that were unfrozen before
         _check_dense(self.param_groups[-1]["params"])
         self._shards.extend(self.param_groups[-1]["params"])
         self.optim.add_param_group(self._group_of_slices(len(self.param_groups) - 1))

@@ -210,6 +210,13 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
             f"the state dict has parameter groups of {given} parameters, and the optimizer has "
             f"groups of {needed}. Build the optimizer from the same groups."
         )
+    foreign = [key for key in common_state(state_dict) if str(key).isdigit()]
+    if foreign:
+        # JSON converts number keys to strings.
+        raise ValueError(
+            f"the state dict has state for {sorted(foreign, key=str)[:4]}, which is in none of its "
+            "parameter groups. Pass the dict as it was saved."
+        )
     cut = shards.even and shards.workers.size > 1
     numbers = params_in(state_dict["param_groups"])
     for number, param in zip(numbers, shards.params, strict=True):
