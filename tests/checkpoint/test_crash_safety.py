@@ -321,7 +321,7 @@ def test_a_file_system_that_takes_no_more_files_leaves_nothing_half_made(at, tmp
     with monkeypatch.context() as patch:
         patch.setattr(_folder, "open_descriptor", no_file)
         patch.setattr(Path, "mkdir", no_folder)
-        with pytest.raises(OSError, match="does not fit into|No space left on device"):
+        with pytest.raises(OSError, match=r"does not fit into|No space left on device"):
             mh.save(tmp_path, value=torch.zeros(3))
     assert left(tmp_path) == []
     assert mh.load(tmp_path)["value"].tolist() == [1, 1, 1]

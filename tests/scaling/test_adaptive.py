@@ -273,8 +273,6 @@ def test_arguments_are_in_adaptdls_order():
     adp = adaptdl.AdaptiveDataParallel(model, optimizer, schedule, scaler, rule, "mine")
     assert (adp.lr_scheduler, adp.scaling_rule, adp.name) == (schedule, rule, "mine")
     assert rule._core.loss_scale.scaler is scaler
-    with pytest.raises(TypeError, match="Pass a rule by name: scaling_rule=rule"):
-        adaptdl.AdaptiveDataParallel(model, optimizer, mh.AdaScale())
     with pytest.raises(TypeError, match="scaling_rule must be a scaling rule"):
         adaptdl.AdaptiveDataParallel(model, optimizer, scaling_rule="AdaScale")
 
@@ -337,3 +335,50 @@ def test_the_state_dict_of_a_sharded_optimizer_takes_its_arguments():
         return [len(state["state"]), state["manyhands"]["progress"] == adp.scaling_rule.progress]
 
     assert run_ranks(2, run) == [[4, True]] * 2
+
+
+# -- LEGW without a batch size ---------------------------------------------------------------------
+
+
+def train_legw(first_sizes, later_sizes):
+    """Steps of LEGWScale on batches of a size of each rank's own."""
+    rank = dist.get_rank()
+    model = make_model(torch.float64)
+    rule = mh.LEGWScale(2, 24)
+    adp = adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    seen = []
+    for step, sizes in enumerate([first_sizes, *later_sizes]):
+        x, y = make_batches(1, 1, size=sizes[rank], dtype=torch.float64, seed=10 * step + rank)
+        rule.zero_grad()
+        loss_of(adp, x[0, 0], y[0, 0]).backward()
+        rule.step()
+        seen.append((rule.batch_size, list(rule.factors)))
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {"seen": seen, "weights": weights}
+
+
+def test_legw_finds_the_baselines_batch_in_the_first_step_and_ranks_agree_on_it():
+    """15 samples on two ranks are two small batches of 7.5, also after a partial batch."""
+    one, other = run_ranks(2, train_legw, [8, 7], [[8, 7], [3, 1], [8, 8]])
+    assert [size for size, _ in one["seen"]] == [7.5] * 4
+    assert one["seen"] == other["seen"]
+    assert torch.equal(one["weights"], other["weights"])
+
+
+def test_legw_before_its_batch_is_known():
+    rule = mh.LEGWScale(2, 24)
+    for ask in (lambda: rule.batch_size, lambda: rule.scale_lr(4.0)):
+        with pytest.raises(RuntimeError, match="unknown before the first step"):
+            ask()
+    assert mh.LEGWScale(2, 24, batch_size=3).scale_lr(4.0) == 0.0
+
+
+def test_a_rule_may_take_the_place_of_the_schedule():
+    model = make_model()
+    rule = mh.AdaScale()
+    adp = adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    assert adp.scaling_rule is rule and adp.lr_scheduler is None
+    with pytest.raises(TypeError, match="mp_scaler must be a GradScaler, got AdaScale"):
+        adaptdl.AdaptiveDataParallel(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), None, mh.AdaScale()
+        )

@@ -113,7 +113,7 @@ def test_a_square_root_rule_that_would_need_a_negative_beta():
 def test_legw_without_a_batch_size():
     with pytest.raises(ValueError, match="base_warmup_epochs must be a finite number"):
         mh.LEGWScale(sgd(), 1000, batch_size=4)
-    with pytest.raises(TypeError, match="'batch_size'"):
+    with pytest.raises(ValueError, match="requires the baseline's batch size"):
         mh.LEGWScale(1, 1000, sgd(), num_gradients_to_accumulate=2)
 
 

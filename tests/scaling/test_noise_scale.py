@@ -467,6 +467,12 @@ def test_a_measurement_is_converted_to_another_batch_size():
     assert other.variance == pytest.approx(noise.variance / 2)  # of batches twice as large
     assert other.noise_scale == pytest.approx(noise.noise_scale)
     assert other.standard_error == pytest.approx(noise.standard_error)
+    unknown = mh.NoiseScale(torch.optim.SGD(model.parameters()))
+    unknown.load_state_dict(noise.state_dict())
+    assert unknown.variance == noise.variance  # of unchanged batches
+    again = mh.NoiseScale(torch.optim.SGD(model.parameters()), batch_size=16)
+    again.load_state_dict(unknown.state_dict())
+    assert again.variance == noise.variance
 
 
 def test_a_state_that_does_not_fit_changes_nothing():

@@ -21,7 +21,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, float32, strided
@@ -32,9 +31,6 @@ from torch.utils.hooks import RemovableHandle
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._tensors.backward import BackwardPasses, current_task, queue_callback
 from manyhands._tensors.flat import SHORT, is_dtensor, local_shard, norm
-
-if TYPE_CHECKING:
-    pass
 
 # Floats on a CPU, where tensors are slower; on a GPU, a float would synchronize.
 Norm = Tensor | float

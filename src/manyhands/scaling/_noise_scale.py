@@ -108,7 +108,7 @@ class NoiseScale:
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: LossScaler | None = None,
     ) -> None:
-        self._batch_size = 1.0
+        self._batch_size = batch_size
         if batch_size is not None:
             self._batch_size = real("batch_size", batch_size, above=0.0, below=BELOW)
         self._unit = "small batches" if batch_size is None else "samples"
@@ -263,7 +263,7 @@ class NoiseScale:
             return math.nan
         if not sqr > 0.0:
             return math.inf
-        return self._batch_size * max(var, 0.0) / sqr
+        return (self._batch_size or 1.0) * max(var, 0.0) / sqr
 
     @property
     def standard_error(self) -> float:
@@ -277,7 +277,7 @@ class NoiseScale:
             return math.nan
         if not sqr > 0.0:
             return math.inf
-        return self._batch_size * self._moments.ratio_error
+        return (self._batch_size or 1.0) * self._moments.ratio_error
 
     def one_sample(self) -> AbstractContextManager[None]:
         """Treat the backward passes in the block as one pass (see `AdaScale.one_sample`)."""
@@ -310,12 +310,15 @@ class NoiseScale:
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Restore a `state_dict`, on every worker. The number of workers may have changed.
 
-        If the batch size differs from the saved one, the measurement is converted.
+        If both runs give a batch size, and it differs, the measurement is converted.
         """
         self._measurement.check_between_steps("load_state_dict()")
         entries = SavedEntries(state_dict, "a NoiseScale")
         entries.expect(self._origin)
-        saved_size = entries.real("batch_size", above=0.0)
+        factor = 1.0
+        if entries["batch_size"] is not None:
+            saved_size = entries.real("batch_size", above=0.0)
+            factor = (self._batch_size or saved_size) / saved_size
         consecutive = entries.flag("consecutive")
         steps = entries.whole("steps")
         moments = NoiseMoments.of_saved(entries.part("moments"), steps)
@@ -323,7 +326,7 @@ class NoiseScale:
         measurement = self._measurement.parse_state(entries)
         self._measurement.load_state(measurement)
         self._in_flight = None
-        self._moments = moments.rescale(self._batch_size / saved_size)
+        self._moments = moments.rescale(factor)
         self._consecutive = consecutive
         self._steps = steps
         self._nonfinite = nonfinite

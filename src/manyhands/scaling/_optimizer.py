@@ -7,8 +7,7 @@ Order of a step
                 parameter group, the inner optimizer steps with multiplied learning rates
     progress    grows by the gain
 
-`RuleCore` stores the state of a rule. The user's optimizer, copies and a trainer's proxy share a
-core.
+`RuleCore` stores the state of a rule. The user's optimizer and a trainer's proxy share a core.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class StepReporter:
 
 @dataclass(eq=False)
 class RuleCore:
-    """The state of a rule: batch, options, wrapped optimizer and history."""
+    """The state of a rule: batch, wrapped optimizer and history."""
 
     batch: Batch
     world_size: int | None

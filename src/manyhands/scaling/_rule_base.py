@@ -1,7 +1,7 @@
 """Define the public interface of all scaling rules: arguments, binding, statistics, state.
 
 A rule's state dict is the inner optimizer's with an additional entry, `KEY`, of parts for the
-batch, options, history and measurement. All parts are parsed and checked before any object changes.
+batch, history and measurement. All parts are parsed and checked before any object changes.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ScalingRuleBase(ScaledOptimizer):
         self._var_floor = real("var_floor", var_floor, least=0.0)
         self._measure_every = measure_every  # None: the default for the loop
         if measure_every is not None:
-            whole("measure_every", measure_every, least=1)
+            self._measure_every = whole("measure_every", measure_every, least=1)
         passes, loop = passes_and_loop(num_gradients_to_accumulate)
         batch = Batch(1, passes, None, loop, loss_is_divided=is_scaled_loss)
         batch.check_divided()
@@ -396,9 +396,9 @@ class ScalingRuleBase(ScaledOptimizer):
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Restore a `state_dict`. The number of workers or passes may have changed.
 
-        Arguments of this run and `set_scale` take precedence. A default scale becomes this run's
-        workers x passes. An explicit saved scale is multiplied by the change of workers x passes,
-        because the micro-batch stays the same.
+        `scale=`, `smoothing=` and `set_scale` of this run take precedence. A default scale becomes
+        this run's workers x passes. An explicit saved scale is multiplied by the change of workers
+        x passes, because the micro-batch stays the same.
         """
         if KEY not in state_dict:
             raise ValueError(

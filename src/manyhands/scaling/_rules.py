@@ -209,7 +209,8 @@ class AdamScale(AdaScale):
     ) -> None:
         self._second_moment_floor = second_moment_floor
         if second_moment_floor is not None:
-            real("second_moment_floor", second_moment_floor, least=0.0, below=1.0)
+            floor = real("second_moment_floor", second_moment_floor, least=0.0, below=1.0)
+            self._second_moment_floor = floor
         super().__init__(optimizer, **options)
 
     def _moment_floor(self) -> float:

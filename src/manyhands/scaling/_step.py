@@ -201,12 +201,14 @@ class Batch:
 
     def describe_short(self, passes: int) -> str:
         call = f"call set_num_gradients_to_accumulate({passes}) on every worker"
+        other = "pass an Accumulation as num_gradients_to_accumulate"
         if self.loop.decides:
             call = f"set the loop's gradient_accumulation_steps to {passes}"
+            other = "make sync_gradients true during the step's last pass"
         return (
             f"step() after {passes} of {self.passes} backward passes. Before the first pass of a "
             f"shorter step, {call}, and divide its losses by {passes}. If the loop divides every "
-            f"loss by {self.passes}, pass an Accumulation as num_gradients_to_accumulate."
+            f"loss by {self.passes}, {other}."
         )
 
     def load_state(self, loaded: Batch) -> None:

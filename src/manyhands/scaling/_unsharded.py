@@ -79,7 +79,7 @@ def find_unaveraged_gradients(
             "the step's last backward() has left gradients that fully_shard has not averaged: "
             "a module that it was called on ran more than once under reentrant checkpoints, "
             "which torch's fully_shard does not support. Pass use_reentrant=False to "
-            "torch.utils.checkpoint.checkpoint, or wrap the module with mh.FSDP."
+            "torch.utils.checkpoint.checkpoint."
         )
     return None
 
