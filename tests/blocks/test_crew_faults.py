@@ -207,6 +207,10 @@ def test_alone_without_a_store_a_crew_is_one_worker_with_an_outer_step():
         optimizer.step()
     optimizer.finish()
     assert param.tolist() == [-2.0] * 3 and optimizer.rounds == 2
+    for _ in range(2):  # training may go on
+        param.grad = torch.ones(3)
+        optimizer.step()
+    assert param.tolist() == [-3.0] * 3
 
 
 def test_an_error_of_ones_own_is_raised_and_the_others_go_on(store, tmp_path):

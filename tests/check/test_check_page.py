@@ -69,6 +69,8 @@ def test_an_option_of_the_script_may_follow_two_dashes(tmp_path, monkeypatch):
     text = 'import sys\nassert sys.argv[1:] == ["--ranks", "4"], sys.argv\nsys.exit("reached")\n'
     result = run(["check", "train.py", "--", "--ranks", "4"], tmp_path, monkeypatch, text)
     assert "reached" in result.output
+    result = run(["check", "--resume", "--resume-args", "'", "train.py"], tmp_path, monkeypatch)
+    assert "--resume-args cannot be split into words" in result.output
 
 
 @pytest.mark.long

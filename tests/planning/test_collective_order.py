@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -128,3 +129,17 @@ def test_mistakes(tmp_path):
     result = manyhands("--script", tmp_path / "none.py")
     assert result.exit_code == 2 and "none.py' is not a file" in result.output
     assert "give either MODULE:FUNCTION" in manyhands().output
+    assert "--script cannot be split into words" in manyhands("--script", "read.py 'a").output
+    assert "give only --ranks" in manyhands("--script", path, "--memory", "2GiB").output
+    assert "need --script" in manyhands("a:b", "--values").output
+
+
+def test_files_that_the_script_changes_are_restored(tmp_path, script):
+    path = Path(script("equal"))
+    (tmp_path / "last.pt").write_text("trained")
+    for file in ("last.pt", "new.txt"):
+        line = f"open({str(tmp_path / file)!r}, 'w').write('overwritten')\n"
+        path.write_text(line + path.read_text())
+    compare_order(str(path), world_size=64)
+    assert (tmp_path / "last.pt").read_text() == "trained"
+    assert not (tmp_path / "new.txt").exists()

@@ -505,7 +505,8 @@ class Blocks(OptimizerWrapper):
 
         Each worker has a different state. If each worker loads the state that it saved, training
         continues bit for bit. A mean in flight, with `overlap`, is not saved: the next round
-        includes its steps. Any number of workers can load worker 0's state.
+        includes its steps. Any number of workers can load worker 0's state; with `overlap`, call
+        `synchronize()` on every worker before, or other workers' steps of the block are lost.
         """
         state = self._inner.state_dict()
         state[_saving.KEY] = {"options": self._options, **_saving.save_worker(self._sync)}

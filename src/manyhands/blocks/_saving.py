@@ -59,7 +59,8 @@ def save_worker(sync: Sync) -> SavedWorker:
         "diverged": state.diverged,
         "residual": residual,
         "initial_state": sync.extras.initial_state,
-        "clock": sync.clock.elapsed(state.own),
+        # A merge restarts the clock, and the loaded state has no mean to merge.
+        "clock": [0.0, 0.0] if sync.pending else sync.clock.elapsed(state.own),
         "own": [state.own, *state.work, state.dropped, sync.schedule.taken],
     }
 

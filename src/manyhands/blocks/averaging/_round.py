@@ -129,7 +129,7 @@ class ElasticMembers:
 
     @property
     def numbers(self) -> Sequence[int]:
-        return self.crew.members
+        return self.crew.members or (self.crew.number,)  # alone after `leave`
 
     @property
     def number(self) -> int:

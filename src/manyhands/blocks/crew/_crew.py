@@ -287,7 +287,7 @@ class Crew:
         """Fail all pending messages of the group, here and on other members.
 
         The group is unusable afterwards. Threads that wait in the group end within milliseconds,
-        with rare exceptions (see above): do not wait for these threads.
+        with rare exceptions (see `_transport.py`): do not wait for these threads.
         """
         if self._transport is not None:
             self._transport.abort()

@@ -84,17 +84,17 @@ class CrewLink:
     def agree_on_expected(self, expected: int | None) -> str:
         """Return the number of workers that the first round waits for.
 
-        The launcher that serves the store publishes the number.
+        The launcher that serves the store, or has the option, publishes the number.
         """
         assert self.shared is not None
         client = self.shared.client
         key = PREFIX + "expected"
         own = str(expected or len(self._numbers))
-        if self.serving:
+        if self.serving or expected is not None:
             client.put(key, own)
             return own
         until = time.monotonic() + EXPECTED_WAIT
-        while expected is None and time.monotonic() < until:
+        while time.monotonic() < until:
             if published := client.read(key):
                 return published
             time.sleep(0.05)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -45,6 +47,23 @@ def printable(text: str) -> str:
             character = character.encode("unicode_escape").decode()
         shown += character
     return shown
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Exit by `sys.exit` on SIGTERM, so that a command ends processes and restores files."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def split_words(command: str, option: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        stop(command, f"{option} cannot be split into words: {error}. Got {text!r}.")
 
 
 @contextmanager

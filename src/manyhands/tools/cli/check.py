@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
-import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from manyhands.tools.cli._terminal import check_no_option, printable, show_progress, stop
+from manyhands.tools.cli._terminal import (
+    check_no_option,
+    exit_on_sigterm,
+    printable,
+    show_progress,
+    split_words,
+    stop,
+)
 
 if TYPE_CHECKING:
     from manyhands.tools.check import Verdict
@@ -103,33 +107,28 @@ def check(
     if module or not Path(name).is_file():
         _check_name(name, module)
     arguments = _check_arguments(arguments)
-    # sys.exit() lets the check end processes and restore files.
     verdict: Verdict | ResumeVerdict
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with show_progress(f"checking {name}, up to {timeout:g} s"):
-            if resume:
-                from manyhands.tools.check._job import CheckedScript
-                from manyhands.tools.check.resume import ResumeRequest, check_resume
+    with exit_on_sigterm(), show_progress(f"checking {name}, up to {timeout:g} s"):
+        if resume:
+            from manyhands.tools.check._job import CheckedScript
+            from manyhands.tools.check.resume import ResumeRequest, check_resume
 
-                checked = CheckedScript(name, tuple(arguments), steps, module=module)
-                words = tuple(shlex.split(resume_args or ""))
-                request = ResumeRequest(checked, ranks, then, at or 1, words, timeout)
-                verdict = check_resume(request)
-            else:
-                from manyhands.tools.check import check_script
+            checked = CheckedScript(name, tuple(arguments), steps, module=module)
+            words = tuple(split_words("check", "--resume-args", resume_args or ""))
+            request = ResumeRequest(checked, ranks, then, at or 1, words, timeout)
+            verdict = check_resume(request)
+        else:
+            from manyhands.tools.check import check_script
 
-                verdict = check_script(
-                    name,
-                    arguments,
-                    ranks=ranks or 2,
-                    steps=steps,
-                    seconds=timeout,
-                    module=module,
-                    allow=allowed,
-                )
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+            verdict = check_script(
+                name,
+                arguments,
+                ranks=ranks or 2,
+                steps=steps,
+                seconds=timeout,
+                module=module,
+                allow=allowed,
+            )
     if json:
         typer.echo(verdict.as_json())
     else:
@@ -139,9 +138,9 @@ def check(
 
 def _check_arguments(arguments: list[str]) -> list[str]:
     """Raise if an option of the check follows the script. Return the script's arguments."""
-    if arguments[:1] == ["--"]:
-        return arguments[1:]
-    for argument in arguments:
+    for number, argument in enumerate(arguments):
+        if argument == "--":
+            return arguments[:number] + arguments[number + 1 :]
         option = argument.partition("=")[0]
         if option in RARE_OPTIONS:
             stop(

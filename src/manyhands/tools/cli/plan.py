@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -17,12 +16,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from manyhands.tools.cli._terminal import printable, show_progress, stop
+from manyhands.tools.cli._terminal import (
+    exit_on_sigterm,
+    printable,
+    show_progress,
+    split_words,
+    stop,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from manyhands.tools.plan import Plan
+
+STEPS = 5
 
 Model = Annotated[
     str | None,
@@ -104,7 +111,7 @@ def plan(
     pass_seconds: PassSeconds = 0.0,
     mesh: Mesh = None,
     script: Script = None,
-    steps: Steps = 5,
+    steps: Steps = STEPS,
     values: Values = False,
 ) -> None:
     """Compare shardings of a model: memory, communication, and fit.
@@ -120,6 +127,10 @@ def plan(
     """
     if (model is None) == (script is None):
         stop("plan", "give either MODULE:FUNCTION, such as my_module:build_model, or --script.")
+    if script is None and (values or steps != STEPS):
+        stop("plan", "--values and --steps need --script.")
+    if script is not None and (memory or input or rule or mesh or network or optimizer_option):
+        stop("plan", "with --script, give only --ranks, --steps and --values.")
     if script is not None:
         _print_order(script, workers, steps, values)
         return
@@ -158,10 +169,10 @@ def plan(
 
 
 def _print_order(script: str, ranks: int, steps: int, values: bool) -> None:
-    name, *arguments = shlex.split(script) or [""]
+    name, *arguments = split_words("plan", "--script", script) or [""]
     if not Path(name).is_file():
         stop("plan", f"--script takes a Python script with arguments, and {name!r} is not a file.")
-    with show_progress(f"running {name} as one of {ranks:,} ranks"):
+    with exit_on_sigterm(), show_progress(f"running {name} as one of {ranks:,} ranks"):
         from manyhands.tools.plan._order import compare_order
 
         try:

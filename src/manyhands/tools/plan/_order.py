@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from manyhands._arguments import format_bytes
 from manyhands._ranks.dry_run import Collective, DryGroup, DryRun, dry_run
+from manyhands.tools.check._files import keep_files, put_back
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._processes import Rank, run, run_script, single_thread
 
@@ -157,6 +158,7 @@ class DryRank:
     fake: bool
 
     def run(self, rank: Rank) -> None:
+        keep_files(rank.out)
         number = self.numbers[rank.number]
         os.environ.update(
             RANK=str(number), WORLD_SIZE=str(self.world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
@@ -182,7 +184,14 @@ def compare_order(
     checked = CheckedScript(script, tuple(arguments), steps)
     with TemporaryDirectory() as folder, single_thread():
         job = DryRank(checked, world_size, numbers, fake)
-        found = run(job, len(numbers), Path(folder), seconds, forks=len(numbers))
+        out = Path(folder, "run")
+        out.mkdir()
+        try:
+            found = run(job, len(numbers), out, seconds, forks=len(numbers))
+        finally:
+            put_back(out)
+        if found.late:
+            raise RuntimeError(f"the script takes longer than {seconds:g} s. Lower --steps.")
         if found.failed:
             last = f"rank {len(numbers) - 1} is rank {numbers[-1]:,} of {world_size:,}"
             reason = found.why(f"In the dry run, in which {last}")

@@ -110,8 +110,10 @@ class ResumeCheck:
         first = made.records[0]
         steps = len(first.steps)
         if not steps:
-            output = made.last_output()
-            raise NotJudged(f"no torch optimizer made a step. Last output of the script: {output}")
+            reason = "no torch optimizer made a step."
+            if output := made.last_output():
+                reason += f" Last output of the script: {output}"
+            raise NotJudged(reason)
         if first.ended and first.checkpoint:
             raise NotJudged(
                 f"the script wrote {first.checkpoint}, but made no step after the checkpoint and "
