@@ -219,6 +219,7 @@ def format_seconds(seconds: float) -> str:
 def explained(call: Callable[P, R]) -> Callable[P, R]:
     """Name misspelled arguments, where Python's error would name a base class."""
     named = list(inspect.signature(call).parameters)
+    others = [name for name in named if name != "self"]
 
     @wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -227,7 +228,7 @@ def explained(call: Callable[P, R]) -> Callable[P, R]:
             if named[0] == "self" and args:
                 owner = type(args[0])
             meant = f"See help({owner.__name__})."
-            for near in get_close_matches(name, named, 1, 0.4):
+            for near in get_close_matches(name, others, 1, 0.4):
                 meant = f"Is {near} meant?"
             raise TypeError(f"{owner.__name__} has no argument {name}. {meant}")
         return call(*args, **kwargs)

@@ -134,7 +134,6 @@ class Scaling(Callback):
         found = {
             "num_gradients_to_accumulate": LightningAccumulation(trainer),
             "grad_scaler": getattr(trainer.precision_plugin, "scaler", None),
-            "model": module,
         }
         make = self._make or _default_rule(optimizer)
         self._rule = make(optimizer, **{**found, **options, **self._options})
