@@ -80,8 +80,7 @@ class Alternate(ShardedOptimizer):
         ]
         return [part for part in parts if include_empty or not part.empty], packed
 
-    def load_parts(self, packed, for_later, groups):
-        assert not for_later  # it has no place for the state of frozen parameters
+    def load_parts(self, packed, groups):
         self._inner.load_state_dict(packed)
         self.param_groups[0].update(options_of(groups[0]))
 

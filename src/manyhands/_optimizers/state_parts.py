@@ -160,13 +160,12 @@ class OptimizerStatePart(StatePart):
     """A `StatePart` of an optimizer's state, with the position in the optimizer's state dict."""
 
     index: int = 0  # of the parameter, over all groups
-    number: int | None = None  # in the state dict; None for stored state of a frozen parameter
+    number: int = 0  # in the state dict
     shard: Tensor | None = None  # the tensor that the optimizer steps, if not the parameter
-    exact: Tensor | None = None  # the exact elements, if the parameter is rounded
 
     @property
     def empty(self) -> bool:
-        return not self.entries and self.exact is None
+        return not self.entries
 
     @property
     def like(self) -> Tensor:
@@ -235,13 +234,8 @@ class ShardedOptimizer(Optimizer):
         """
         raise NotImplementedError
 
-    def load_parts(
-        self, packed: StateDict, for_later: dict[int, dict[str, Any]], groups: Sequence[ParamGroup]
-    ) -> None:
-        """Load a state dict of `optim` and options of the parameter groups.
-
-        `for_later` contains the state of frozen parameters, by `OptimizerStatePart.index`.
-        """
+    def load_parts(self, packed: StateDict, groups: Sequence[ParamGroup]) -> None:
+        """Load a state dict of `optim` and options of the parameter groups."""
         raise NotImplementedError
 
     def replicate_state(self, names: Sequence[str]) -> ReplicatedState:

@@ -48,7 +48,6 @@ from manyhands.checkpoint._format import (
 from manyhands.checkpoint._model import ModelNames
 from manyhands.checkpoint._tensor_parts import (
     ALONE,
-    EXACT_ENTRY,
     Holders,
     Savers,
     TensorParts,
@@ -144,7 +143,7 @@ def decode_dict(what: str, meta: Json, get: GetTensor) -> dict[str, Any]:
 
 
 def prepare_to_load(optimizers: Iterable[object]) -> None:
-    """Let sharded optimizers place newly trained parameters. Call it on every rank."""
+    """Let sharded optimizers follow parameters that were moved or unfrozen. Call it on every rank."""
     for each in optimizers:
         if isinstance(each, Optimizer):
             each = unwrap(each)[-1]
@@ -211,7 +210,7 @@ def collect_optimizer(
         copies = savers.copies(dist.get_process_group_ranks(layers.sharded.group))
     for part in parts:
         name = flat_names[part.index]
-        if layers.sharded is not None and part.number is not None:
+        if layers.sharded is not None:
             # The range with the first element writes entries that belong to all ranges.
             _collect_part(part, name, prefix, contents, copies, not part.start, sharded=True)
         else:
@@ -254,10 +253,7 @@ def _collect_part(
     sharded: bool = False,
 ) -> None:
     """Add the state of a parameter, or of a range. `writes`: also entries that are not split."""
-    entries = dict(part.entries)
-    if part.exact is not None:
-        entries[EXACT_ENTRY] = part.exact
-    for entry, value in entries.items():
+    for entry, value in part.entries.items():
         key = f"{prefix}/{escape(entry)}/{name}"
         if not isinstance(value, Tensor):
             if writes:

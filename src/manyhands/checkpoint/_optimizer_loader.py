@@ -33,7 +33,6 @@ from manyhands.checkpoint._optimizer import (
     RESIDUAL,
     Replica,
     decode_dict,
-    entry_parts,
     from_bytes,
     group_names,
     outer_slices,
@@ -185,27 +184,19 @@ class OptimizerLoader:
             stored = self._reader.tensors[key]
             if stored.shape != tuple(part.param.shape):
                 self._reader.check_claim(key)
-            if entry != EXACT_ENTRY:
-                # The parameter in the checkpoint, if the model was saved.
-                own = self._reader.tensors.get(f"model/{self._saved_names[name]}")
-                result[entry], target = _allocate_target(part, entry, stored, own)
-            elif part.exact is not None:
-                target = entry_parts(part, entry, part.exact)
-            else:  # without rounded parameters, exact parameters are not used
+            if entry == EXACT_ENTRY:  # earlier versions rounded parameters
                 continue
+            # The parameter in the checkpoint, if the model was saved.
+            own = self._reader.tensors.get(f"model/{self._saved_names[name]}")
+            result[entry], target = _allocate_target(part, entry, stored, own)
             self.targets[key] = target.merge(self.targets.get(key))
         return result
 
     def load(self) -> None:
         """Pass the filled targets to the optimizer's `load_state_dict`, which may be user code."""
         state = dict(self._common)
-        for_later = {}
         for part, entries in self._to_load:
-            if not entries:
-                continue
-            if part.number is None:  # frozen, so not in the sharded optimizer
-                for_later[part.index] = entries
-            else:
+            if entries:
                 state[part.number] = entries
         groups = []
         for group, loaded in zip(self._packed["param_groups"], self._options, strict=True):
@@ -218,11 +209,11 @@ class OptimizerLoader:
                 holder.load_state_dict(packed)
             else:
                 # Not `load_state_dict`, which expects the state of all ranks.
-                sharded.load_parts(packed, for_later, self._options)
+                sharded.load_parts(packed, self._options)
                 holder = sharded.optim
         params = params_of(holder.param_groups)
         for part, entries in self._to_load:
-            if entries and part.number is not None:
+            if entries:
                 restore_types(holder.state[params[part.number]], entries)
 
     def _prepare_blocks(self, blocks: BlocksParts, root: str, replica: Replica) -> None:

@@ -264,9 +264,7 @@ class WholeTensorOptimizer(DividedOptimizer):
             number += 1
         return parts, packed
 
-    def load_parts(
-        self, packed: StateDict, for_later: dict[int, dict[str, Any]], groups: Sequence[ParamGroup]
-    ) -> None:
+    def load_parts(self, packed: StateDict, groups: Sequence[ParamGroup]) -> None:
         self.optim.load_state_dict(packed)
         copy_options(groups, self.param_groups)
 

@@ -390,7 +390,7 @@ class OSS(DividedOptimizer):
         self.prepare()
         shard = _state.cut_state_dict(state_dict, self.param_groups, self._shards)
         begun = self._run.begun or bool(state_dict["state"])
-        self.load_parts(shard, {}, state_dict["param_groups"])
+        self.load_parts(shard, state_dict["param_groups"])
         self._run.begun = begun
 
     # For checkpoints and scaling: see `_optimizers/state_parts.py`.
@@ -401,12 +401,7 @@ class OSS(DividedOptimizer):
         parts = _state.slice_parts(packed, self.param_groups, self._shards)
         return [part for part in parts if include_empty or not part.empty], packed
 
-    def load_parts(
-        self,
-        packed: StateDict,
-        for_later: dict[int, _state.ParamState],
-        groups: Sequence[Mapping[str, object]],
-    ) -> None:
+    def load_parts(self, packed: StateDict, groups: Sequence[Mapping[str, object]]) -> None:
         """Load this rank's shard, in the format of the state dict of `optim`."""
         self.optim.load_state_dict(packed)
         self._run.begin()
