@@ -143,7 +143,7 @@ def decode_dict(what: str, meta: Json, get: GetTensor) -> dict[str, Any]:
 
 
 def prepare_to_load(optimizers: Iterable[object]) -> None:
-    """Let sharded optimizers follow parameters that were moved or unfrozen. Call it on every rank."""
+    """Let sharded optimizers follow moved or unfrozen parameters. Call it on every rank."""
     for each in optimizers:
         if isinstance(each, Optimizer):
             each = unwrap(each)[-1]
