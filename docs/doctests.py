@@ -15,13 +15,9 @@ KINDS = {
 }
 
 
-# Their signatures and "Args" are made at import, from FSDPOptions and from the options of `Blocks`.
+# The signature and "Args" are made at import, from FSDPOptions.
 MADE_AT_IMPORT = {
     "manyhands.sharding.fsdp._wrapper.FullyShardedDataParallel": manyhands.FSDP,
-    "manyhands.blocks._methods.LocalSGD": manyhands.LocalSGD,
-    "manyhands.blocks._methods.DiLoCo": manyhands.DiLoCo,
-    "manyhands.blocks._methods.SlowMo": manyhands.SlowMo,
-    "manyhands.blocks._methods.BMUF": manyhands.BMUF,
 }
 
 
