@@ -123,6 +123,7 @@ def test_sixty_constructions_fit_into_the_descriptors_of_a_few():
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
         for _ in range(60):
             train(adascale, 1)
+            settled(descriptors, 96)  # groups end in threads, which wait for a busy processor
         return True
 
     assert run_ranks(2, work) == [True, True]
