@@ -1,4 +1,4 @@
-"""Tensors without memory, for dry runs of models that are larger than memory.
+"""Replace tensors by tensors without memory, for dry runs of models larger than memory.
 
     fake   results of factories such as `torch.empty`, and of operations with a fake tensor
     real   tensors of Python or NumPy values, small integer tensors, and results computed from these

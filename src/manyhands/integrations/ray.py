@@ -1,4 +1,4 @@
-"""A crew's store in a Ray actor.
+"""Host a crew's store in a Ray actor.
 
 The driver, which starts the training, uses `CrewStore`. A training function calls only `mh.start`,
 which detects Ray (`engines/_ray.py`).

@@ -1,4 +1,4 @@
-"""Loops that decide during a step which pass is the last."""
+"""Adapt rules to loops that decide during a step which pass is the last."""
 
 from __future__ import annotations
 

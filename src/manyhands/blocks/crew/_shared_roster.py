@@ -1,4 +1,4 @@
-"""`SharedRoster`: the roster in the store, heartbeats of other processes, and arrivals at rounds.
+"""Read and change a crew's roster in the store, with heartbeats and arrivals at rounds.
 
 A stranger may overwrite, delete or restore the roster. Processes that detect this write the last
 known roster again, unless the heartbeat of a living process contains a newer revision. A decision

@@ -1,4 +1,4 @@
-"""Access to a crew's store: signed values, calls that cannot hang, and this process's heartbeat.
+"""Access a crew's store by calls that cannot hang, sign values, and write this process's heartbeat.
 
 A call to a store on a frozen or unreachable host does not return and cannot be canceled. A thread
 with a separate connection therefore makes the calls, and the caller waits until the store has been

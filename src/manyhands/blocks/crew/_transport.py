@@ -1,4 +1,4 @@
-"""The gloo group of a generation, made through the crew's store.
+"""Connect the members of a generation by a gloo group, through the crew's store.
 
     connection = StoreConnection("10.0.0.1:29400", signer)
     transport = GlooTransport(connection, "group/3", rank, size, timeout)

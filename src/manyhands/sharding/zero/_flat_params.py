@@ -15,7 +15,7 @@ On a single rank, slices are the unmoved parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
@@ -194,8 +194,7 @@ class Shards:
         """The buckets to step, approximately in forward order."""
         chosen = []
         for bucket in self.buckets:
-            params = [self.params[place.param] for place in bucket.layout.ranges]
-            if any(param.requires_grad or param.grad is not None for param in params):
+            if self._any_in_use(place.param for place in bucket.layout.ranges):
                 chosen.append(bucket)
         chosen.reverse()
         return chosen
@@ -215,12 +214,12 @@ class Shards:
 
     def _buffers_in_use(self) -> list[FlatBuffer]:
         """Return buffers with trained parameters. Frozen parameters may be moved separately."""
-        found = []
-        for buffer in self.buffers:
-            params = [self.params[i] for i in buffer.layout.starts]
-            if any(param.requires_grad or param.grad is not None for param in params):
-                found.append(buffer)
-        return found
+        return [buffer for buffer in self.buffers if self._any_in_use(buffer.layout.starts)]
+
+    def _any_in_use(self, indices: Iterable[int]) -> bool:
+        """Return whether any of these parameters is trained or has a gradient."""
+        params = [self.params[i] for i in indices]
+        return any(param.requires_grad or param.grad is not None for param in params)
 
     def rebuild_buffers(self) -> None:
         """Move all parameters to new buffers. As in torch, optimizer state is not moved."""

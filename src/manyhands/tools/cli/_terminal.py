@@ -6,10 +6,11 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
+from inspect import signature
 from typing import NoReturn
 
 import typer
@@ -25,14 +26,18 @@ def stop(command: str, *lines: str, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
-def check_no_option(command: str, word: str, options: Collection[str], where: str) -> None:
+def check_no_option(command: Callable[..., None], word: str) -> None:
     """End a command if the word in place of the script is an unknown option."""
     if not word.startswith("-"):
         return
+    options = []
+    for name in signature(command).parameters:
+        if name not in ("script", "module"):
+            options.append(f"--{name.replace('_', '-')}")
     message = f"there is no option {word}."
     for similar in get_close_matches(word.partition("=")[0], options, 1):
         message += f" Did you mean {similar}?"
-    stop(command, f"{message} {where}")
+    stop(command.__name__, f"{message} Write options before the script.")
 
 
 def printable(text: str) -> str:

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from manyhands.tools.check.resume import ResumeVerdict
 
 EXCEPTIONS = ("batch-norm", "schedule", "learning-rate", "coupled-loss", "uneven-batches")
-OPTIONS = (
-    "--ranks", "--steps", "--timeout", "--allow", "--json", "--resume", "--at", "--then",
-    "--resume-args",
-)  # fmt: skip
 # Options that scripts rarely have: after the script, they are probably meant for the check.
 RARE_OPTIONS = ("--ranks", "--then", "--allow", "--resume-args")
 
@@ -152,7 +148,7 @@ def _check_arguments(arguments: list[str]) -> list[str]:
 
 
 def _check_name(name: str, module: bool) -> None:
-    check_no_option("check", name, OPTIONS, "Write options before the script.")
+    check_no_option(check, name)
     if not name:
         stop("check", "give a Python script, or a module with -m.")
     if not module:

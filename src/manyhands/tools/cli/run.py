@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import sys
-from inspect import signature
 from pathlib import Path
 from typing import Annotated
 
@@ -177,8 +176,7 @@ def _command_of(arguments: list[str], module: str | None) -> list[str]:
         stop("run", "give a Python script, or a module with -m.")
     given = arguments[0]
     if not Path(given).is_file():
-        names = [f"--{n}" for n in signature(run).parameters if n not in ("script", "module")]
-        check_no_option("run", given, names, "Write options before the script.")
+        check_no_option(run, given)
         stop("run", f"{given} is not a file. Give a Python script, or a module with -m.")
     return arguments
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -165,7 +165,8 @@ class DryRank:
         )
         memory = PeakMemory()
         with dry_run(self.world_size, number, fake=self.fake) as counted, memory:
-            with _script_in_this_group(self.script.steps), suppress(EnoughSteps):
+            _run_in_this_group(self.script.steps)
+            with suppress(EnoughSteps):
                 run_script(self.script)
             rank.leave(_as_record(counted, memory))
 
@@ -238,9 +239,11 @@ def _as_record(counted: DryRun, memory: PeakMemory) -> dict[str, Any]:
     return {"sequence": sequence, "groups": groups, "peak": memory.peak}
 
 
-@contextmanager
-def _script_in_this_group(steps: int) -> Iterator[None]:
-    # The process ends afterwards, so torch's functions are not restored.
+def _run_in_this_group(steps: int) -> None:
+    """Let a script use the existing process group, and end it after `steps` steps.
+
+    The process ends afterwards, so torch's functions are not restored.
+    """
     modules: list[Any] = [dist, dist.distributed_c10d]
     for module in modules:
         module.init_process_group = lambda *args, **kwargs: None
@@ -253,4 +256,3 @@ def _script_in_this_group(steps: int) -> Iterator[None]:
             raise EnoughSteps
 
     register_optimizer_step_pre_hook(count)
-    yield
