@@ -236,6 +236,8 @@ def _become(
         sys.path.insert(0, os.getcwd())
         for path in Path().glob("*.py"):
             sys.modules.pop(path.stem, None)  # another page's
+        if "accelerate.state" in sys.modules:  # an earlier test may have initialized it
+            sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
         if callable(program):
             program()
         else:
