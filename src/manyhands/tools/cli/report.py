@@ -49,7 +49,10 @@ def report(
             for path in runs:
                 read.append(read_record(path))
                 advance(1)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        problem = f"{error.filename} cannot be read: {error.strerror}. Give records of mh.Record."
+        stop("report", problem)
+    except ValueError as error:
         stop("report", str(error))
     _check_is_no_run(out, runs)
     try:
