@@ -95,7 +95,7 @@ def how_far() -> str:
         [
             label(20, 22, "The gradients agree: gain 1", bold=True),
             *gradients(20, 78, (-0.12, -0.04, 0.05, 0.13), 150.0, 1.0),
-            label(20, 170, "one small batch would have done"),
+            label(20, 170, "a small batch would be enough"),
             label(360, 22, "The gradients are noisy: gain 3", bold=True),
             *gradients(400, 78, (-0.95, -0.4, 0.5, 0.85), 58.0, 3.0),
             label(360, 170, "a step is worth three small steps"),
@@ -135,7 +135,7 @@ def who_holds() -> str:
         [
             *(label(left + x, 28, text) for text, x in heads),
             *elements,
-            label(left, 176, "filled: what one of four workers holds"),
+            label(left, 176, "filled: the part that each of four workers holds"),
         ],
     )
 
