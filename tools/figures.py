@@ -130,7 +130,8 @@ def quality() -> Figures:
         "docs/scaling.md",
         "AdaScale is no better than linear scaling: {} % versus {} % accuracy for an MLP on MNIST "
         "at scale 32 (SGD, three seeds). Trained until `progress` equals the number of small-batch "
-        "steps, AdaScale reaches {} %, and linear scaling {} % in the same number of steps.",
+        "steps, AdaScale reaches {} %. In the same number of steps as AdaScale, linear scaling "
+        "reaches {} %.",
         *(f"{cell.mean:.1f}" for cell in (early, other, ada, linear)),
     )
     yield from around_adamw()
