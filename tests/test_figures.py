@@ -28,7 +28,6 @@ NOT_MEASURED = {
     ("README.md", "|4 workers, learning rate × 4|315|1.51|"): "tests/test_pages.py",
     ("README.md", "|4 workers, AdaScale|410|1.43|"): "tests/test_pages.py",
     ("docs/check.md", "at least 45 %"): "a constant of `manyhands check --resume`",
-    ("docs/ramp.md", "rises by 1 %"): "a constant of `Ramp`",
     ("docs/plan.md", "a margin of 10 to 20 %"): "advice",
     ("docs/plan.md", "within 2 %"): "tests/planning/test_plan.py",
     ("docs/plan.md", "within 1 %; within 5 %; equal"): "tests/planning/test_plan.py",
