@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 prose = runpy.run_path(str(ROOT / "tools" / "prose.py"))
 
 # Phrases over the reference, of 49. Lower these limits after each improvement.
-DOCS_PHRASES = 8  # README, CONTRIBUTING and docs
+DOCS_PHRASES = 5  # README, CONTRIBUTING and docs
 SOURCE_PHRASES = 8  # src/manyhands
 # Words of README.md and docs/**/*.md, including code and tables (`wc -w`).
 DOCS_WORDS = 45_000

@@ -160,8 +160,7 @@ def around_adamw() -> Figures:
     )
     yield figure(
         "docs/scaling.md",
-        "AdaScale took {} (MNIST), {} (digits) and {} (Shakespeare) times as many "
-        "steps as AdamScale.",
+        "AdaScale took {} (MNIST), {} (digits) and {} (Shakespeare) times the steps of AdamScale.",
         *(f"{a.samples / b.samples:.2f}" for a, b in zip(ada, adam, strict=True)),
     )
 
@@ -228,7 +227,7 @@ def quality_page() -> Figures:
     )
     yield figure(
         page,
-        "at S = 32 it reads {} times (MNIST) and {} times (Shakespeare) as many samples as scale 1",
+        "at S = 32 it reads {} times (MNIST) and {} times (Shakespeare) the samples of scale 1",
         *(f"{each:.1f}" for each in times),
     )
 
@@ -615,7 +614,7 @@ def little_warmup(rows: list[Row], excess: Callable[[str, str], float]) -> Figur
     whole = f"{whole_run(1200, 60, after):.1f}"
     yield figure(
         "docs/blocks.md",
-        'With `"int8"`, H = 32 and a warm-up of 5 %, the complete run sends {} times less',
+        'With `"int8"`, H = 32 and 5 % warm-up, the complete run sends {} times less',
         whole,
     )
     yield figure(
