@@ -15,8 +15,13 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._arguments import flag, real, whole
 from manyhands._optimizers.several import AND, optimizers_in
-from manyhands._optimizers.uneven import refuse_join
-from manyhands._optimizers.wrappers import OptimizerWrapper, ParamGroup, params_of, unwrap
+from manyhands._optimizers.wrappers import (
+    OptimizerWrapper,
+    ParamGroup,
+    params_of,
+    refuse_join,
+    unwrap,
+)
 
 Value = TypeVar("Value")
 # A state dict or an entry, from any source: the reader must check the contents.
