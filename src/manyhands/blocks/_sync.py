@@ -453,7 +453,8 @@ class Sync:
         self._reset_after_local_warmup()
         self.state = self.state.begin_anchor()
         self.anchor.begin()
-        self.members.forget_round_times()
+        if isinstance(self.members, ElasticMembers):
+            self.members.crew.begin_blocks()
         self.restart_clock()
 
     def _reset_after_local_warmup(self) -> None:
