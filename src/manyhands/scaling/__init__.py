@@ -23,7 +23,6 @@ _binding.py         changes to a wrapped optimizer
 _settings.py        options, the `Accumulation` protocol
 _progress.py        `ProgressScheduler`: schedules by progress
 _weighted_mean.py   `WeightedMean`: the mean loss over micro-batches of different sizes
-_moments.py         averages of estimates, with the error of the noise scale
 _noise_scale.py     `NoiseScale`: measure only
 """
 
