@@ -26,7 +26,7 @@ from manyhands._optimizers.state_parts import (
     ReplicatedState,
     options_of,
 )
-from manyhands._optimizers.wrappers import ParamGroup
+from manyhands._optimizers.wrappers import ParamGroup, params_of
 from manyhands._ranks.agreement import agree
 from manyhands._ranks.ranks import RankGroup, rank_group_of
 from manyhands._tensors.flat import DTensorShards, is_dtensor, local_shard
@@ -34,7 +34,6 @@ from manyhands.sharding._agreement import (
     ADVICE,
     GroupLike,
     facts_of_groups,
-    params_in,
 )
 from manyhands.sharding._divided import DividedOptimizer, check_params_and_class, copy_options
 from manyhands.sharding.zero._layout import deal_out
@@ -86,7 +85,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         self.optimizer_arguments = dict(defaults)
         self._inner: Any = None
         super().__init__(params, {})
-        given = params_in(self.param_groups)
+        given = params_of(self.param_groups)
         self._workers = _ranks_of_copy(given) or rank_group_of(given, group)
         self.group = self._workers.group
         _check_sharded(given, self._workers)

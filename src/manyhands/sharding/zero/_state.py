@@ -30,9 +30,9 @@ from manyhands._optimizers.state_parts import (
     common_state,
     options_of,
 )
+from manyhands._optimizers.wrappers import params_of
 from manyhands._ranks.agreement import run_on_all
 from manyhands._tensors.flat import check_own_shards, flatten, unflatten
-from manyhands.sharding._agreement import params_in
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
 SMALL = 8  # elements
@@ -152,7 +152,7 @@ def cut_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> St
     """
     _check_plain_state_dict(state_dict, groups, shards)
     saved = state_dict["state"]
-    keys = params_in(state_dict["param_groups"])
+    keys = params_of(state_dict["param_groups"])
     if shards.workers.size == 1:
         return copy.deepcopy(dict(state_dict))
     state: dict[Any, ParamState] = copy.deepcopy(common_state(state_dict))
@@ -218,7 +218,7 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
             "parameter groups. Pass the dict as it was saved."
         )
     cut = shards.even and shards.workers.size > 1
-    numbers = params_in(state_dict["param_groups"])
+    numbers = params_of(state_dict["param_groups"])
     for number, param in zip(numbers, shards.params, strict=True):
         for name, value in state_dict["state"].get(number, {}).items():
             if not isinstance(value, Tensor) or value.shape == param.shape:
