@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
+from manyhands._optimizers.optimizers import choose_layout
 from manyhands._optimizers.state_parts import (
     OptimizerStatePart,
     ReplicatedState,
@@ -37,7 +38,6 @@ from manyhands.sharding._agreement import (
 )
 from manyhands.sharding._divided import DividedOptimizer, check_params_and_class, copy_options
 from manyhands.sharding.zero._layout import deal_out
-from manyhands.sharding.zero._slice_optimizer import choose_layout
 
 BUCKET = 2**24  # elements sent together
 TAG = 28_103  # of messages between ranks; unlikely in users' code
