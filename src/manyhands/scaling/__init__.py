@@ -11,14 +11,13 @@ _rules.py           AdaScale, AdamScale, LinearScale, SqrtScale, LEGWScale
 Supporting files:
 
 _unsharded.py       unsharded parameters of `fully_shard`
-_loops.py           loops that decide which pass is the last
 _mean_gradient.py   |G|^2 of the averaged gradient
 _previous_gradient.py  comparison of two consecutive gradients
 _payload.py         the collective of a step, with checks that ranks agree
 _preconditioned.py  norms of gradients after Adam's or RMSprop's division, and second moments
                     after a change of the batch size
 _rule_base.py       `ScalingRuleBase`, the public interface: arguments, statistics, state
-_port.py            `LoopPort`, the interface for training loops
+_port.py            training loops that decide which pass is the last, and `LoopPort`
 _binding.py         changes to a wrapped optimizer
 _settings.py        options, the `Accumulation` protocol
 _progress.py        `ProgressScheduler`: schedules by progress

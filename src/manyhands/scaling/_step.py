@@ -10,7 +10,7 @@ Memory
     step.sent        the step's numbers, from the last pass until `clear`
     previous.grads   the gradient of the previous step, if consecutive gradients are compared
 
-**Last pass.** A `Loop` determines which pass is the last of a step (`_loops.py`):
+**Last pass.** A `Loop` determines which pass is the last of a step (`_port.py`):
 
     Loop             the declared number of passes is reached (user, `Ramp`, adapter)
     CountingLoop     the data-parallel module averages this pass, which is outside `no_sync()`
