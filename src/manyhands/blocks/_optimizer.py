@@ -241,7 +241,7 @@ class Blocks(OptimizerWrapper):
     @property
     def alone(self) -> bool:
         """Whether there is no other worker, now or later."""
-        return self._sync.alone
+        return self._sync.members.alone
 
     @property
     def steps(self) -> int:

@@ -119,7 +119,7 @@ class Sync:
 
     def count_step(self) -> None:
         state = self.state
-        if self.alone or state.steps < state.warmup:
+        if self.members.alone or state.steps < state.warmup:
             steps = state.steps + 1
         else:
             elapsed, _ = self.clock.elapsed(state.own)
@@ -232,10 +232,6 @@ class Sync:
         if not self.state.joined_late:
             return []
         return [*self.anchor.params, *self.extras.buffer_tensors()]
-
-    @property
-    def alone(self) -> bool:
-        return self.members.alone
 
     # -- sync rounds of fragments --------------------------------------------------------------
 

@@ -252,7 +252,11 @@ class NoiseScale:
         if step.problem is not None:
             self._leave_out_step(step.problem)
         elif step.sent is not None:
-            self._receive(step.sent)
+            # The previous step's copy has finished, so this does not wait for the device.
+            self._add_in_flight()
+            step.sent.start_copy()
+            self._in_flight = step.sent
+            measurement.previous.remember()
         measurement.finish_step()
 
     def _leave_out_step(self, problem: str) -> None:
@@ -264,14 +268,6 @@ class NoiseScale:
         if not self._warned:
             self._warned = True
             warn(f"NoiseScale skips a step: {problem}")
-
-    def _receive(self, sent: SentStep) -> None:
-        """Start copying a step's numbers to the host; add the previous step's to the moments."""
-        # The previous copy has finished, so this does not wait for the device.
-        self._add_in_flight()
-        sent.start_copy()
-        self._in_flight = sent
-        self._measurement.previous.remember()
 
     def _add_in_flight(self) -> None:
         sent = self._in_flight
