@@ -3,7 +3,7 @@
 To understand AdaScale, read five files in this order:
 
 _hooks.py           autograd hooks that measure |g| of each parameter in a backward pass
-_step.py            size of the batch, passes of a step, divisor of the gradient
+_step.py            passes of a step, divisor of the gradient
 _optimizer.py       `RuleCore`, the state of a rule, and `step`
 _noise.py           norms to signal and noise, moving averages, gain (floats only)
 _rules.py           AdaScale, AdamScale, LinearScale, SqrtScale, LEGWScale
@@ -19,7 +19,7 @@ _preconditioned.py  norms of gradients after Adam's or RMSprop's division, and s
 _rule_base.py       `ScalingRuleBase`, the public interface: arguments, statistics, state
 _port.py            training loops that decide which pass is the last, and `LoopPort`
 _binding.py         changes to a wrapped optimizer
-_settings.py        options, the `Accumulation` protocol
+_settings.py        options, size of the batch, the `Accumulation` protocol
 _progress.py        `ProgressScheduler`: schedules by progress
 _weighted_mean.py   `WeightedMean`: the mean loss over micro-batches of different sizes
 _noise_scale.py     `NoiseScale`: measure only

@@ -33,9 +33,10 @@ from manyhands.scaling._settings import (
     PASSES,
     PER_STEP,
     Accumulation,
+    Batch,
     check_smoothing,
 )
-from manyhands.scaling._step import Batch, Measurement
+from manyhands.scaling._step import Measurement
 
 VERSION = 3  # of the state dict
 P = ParamSpec("P")

@@ -16,8 +16,8 @@ from manyhands.scaling._noise import NoiseAverage, ratio_of_squares
 from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer
 from manyhands.scaling._payload import StepObserver
 from manyhands.scaling._preconditioned import rescale_second_moments
-from manyhands.scaling._settings import PASSES, PER_STEP, Accumulation, Averager
-from manyhands.scaling._step import Loop, PassWeight
+from manyhands.scaling._settings import PASSES, PER_STEP, Accumulation, Averager, Loop
+from manyhands.scaling._step import PassWeight
 
 
 class CountingLoop(Loop):

@@ -40,8 +40,8 @@ from manyhands.scaling._noise import (
 )
 from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer
 from manyhands.scaling._port import CountingLoop, LoopPort, passes_and_loop, prepared_loop
-from manyhands.scaling._settings import PASSES, PER_STEP, Accumulation, Averager
-from manyhands.scaling._step import Batch, MeasurementState
+from manyhands.scaling._settings import PASSES, PER_STEP, Accumulation, Averager, Batch
+from manyhands.scaling._step import MeasurementState
 
 VERSION = 2
 
