@@ -373,6 +373,12 @@ def common_state(packed: SavedState) -> StateDict:
     return {key: value for key, value in packed["state"].items() if key not in numbers}
 
 
+def is_elementwise(entry: str, value: Tensor, param: Tensor) -> bool:
+    """Return whether an entry of a parameter's state has a value for each element."""
+    # `step` is a single number, also for a parameter with a single element.
+    return value.shape == param.shape and (value.dim() > 0 or entry != "step")
+
+
 def options_of(group: Mapping[str, Value]) -> dict[str, Value]:
     options = dict(group)
     options.pop("params", None)

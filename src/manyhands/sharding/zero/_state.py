@@ -28,6 +28,7 @@ from manyhands._optimizers.state_parts import (
     OptimizerStatePart,
     SavedState,
     common_state,
+    is_elementwise,
     options_of,
 )
 from manyhands._optimizers.wrappers import params_of
@@ -192,9 +193,7 @@ def slice_state(entries: Mapping[str, object], owned: ParamSlice, param: Tensor)
     state: ParamState = {}
     for name, value in entries.items():
         if isinstance(value, Tensor):
-            # "step" without dimensions counts the parameter's steps, even if the shapes match.
-            cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
-            if cut and not owned.whole:
+            if is_elementwise(name, value, param) and not owned.whole:
                 value = flatten(value, param)[owned.start : owned.stop]
             value = value.clone()
         state[name] = value
