@@ -3,6 +3,7 @@
 
     python tools/walks.py            all walks
     python tools/walks.py --order    with the files, in order
+    python tools/walks.py --calls    also with the functions that other files call
 
 Each walk trains a small model on forked ranks. After a warm-up, it records all calls of manyhands'
 functions on rank 0 during a step, a block, the loss of a worker or a save. "files" is the number of
@@ -37,12 +38,15 @@ import manyhands as mh
 HOME = str(Path(mh.__file__).parent) + os.sep
 WARM_UP = 3
 
+Calls = dict[str, list[str]]  # by file: the functions that other files call
+
 
 class Trace:
     """The entered files of manyhands in order, without repetitions."""
 
     def __init__(self) -> None:
         self.entered: list[str] = []
+        self.calls: Calls = {}
 
     def _call(self, frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename
@@ -50,6 +54,11 @@ class Trace:
             file = path[len(HOME) :]
             if not self.entered or self.entered[-1] != file:
                 self.entered.append(file)
+            calls = self.calls.setdefault(file, [])
+            caller = frame.f_back
+            from_outside = caller is None or caller.f_code.co_filename != path
+            if from_outside and frame.f_code.co_name not in calls:
+                calls.append(frame.f_code.co_name)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -150,8 +159,8 @@ WALKS: dict[str, tuple[int, Callable[..., None]]] = {
 }
 
 
-def walk(ranks: int, run: Callable[..., None], folder: str) -> list[str]:
-    """Run a walk on forked ranks; return the files that rank 0 entered."""
+def walk(ranks: int, run: Callable[..., None], folder: str) -> tuple[list[str], Calls]:
+    """Run a walk on forked ranks; return the files that rank 0 entered, and the calls."""
     os.environ["WALKS_FOLDER"] = folder
     answer = Path(folder) / "entered.json"
     store = None
@@ -173,7 +182,7 @@ def walk(ranks: int, run: Callable[..., None], folder: str) -> list[str]:
                     )
                     run(trace)
                 if rank == 0:
-                    answer.write_text(json.dumps(trace.entered))
+                    answer.write_text(json.dumps([trace.entered, trace.calls]))
                 code = 0
             except Exception:
                 traceback.print_exc()
@@ -183,7 +192,8 @@ def walk(ranks: int, run: Callable[..., None], folder: str) -> list[str]:
         processes.append(process)
     for process in processes:
         os.waitpid(process, 0)
-    return json.loads(answer.read_text())
+    entered, calls = json.loads(answer.read_text())
+    return entered, calls
 
 
 def main() -> None:
@@ -191,16 +201,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--order", action="store_true", help="list the files of each walk")
-    order = parser.parse_args().order
+    parser.add_argument("--calls", action="store_true", help="list the called functions too")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     AdamW([torch.zeros(1, requires_grad=True)])  # torch's slow imports, once, before the forks
     for name, (ranks, run) in WALKS.items():
         with tempfile.TemporaryDirectory() as folder:
-            entered = walk(ranks, run, folder)
-        files = list(dict.fromkeys(entered))
-        print(f"{name}: {len(files)} files, {len(entered)} changes")
-        if order:
-            print("".join(f"    {file}\n" for file in files), end="")
+            entered, calls = walk(ranks, run, folder)
+        print(f"{name}: {len(calls)} files, {len(entered)} changes")
+        if args.order or args.calls:
+            for file, functions in calls.items():
+                print(f"    {file}")
+                if args.calls:
+                    print(f"        {', '.join(functions)}")
 
 
 if __name__ == "__main__":

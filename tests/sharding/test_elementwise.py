@@ -5,8 +5,7 @@ import torch
 from torch import optim
 
 from helpers.sharding_oracle import Lamb
-from manyhands._optimizers.optimizers import may_be_cut
-from manyhands.sharding.zero._slice_optimizer import choose_layout
+from manyhands._optimizers.optimizers import choose_layout, may_be_cut
 
 pytestmark = pytest.mark.quick
 

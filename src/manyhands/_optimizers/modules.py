@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands._arguments import instance
 from manyhands._optimizers.foreign import advice
-from manyhands._optimizers.uneven import refuse_join
-from manyhands._optimizers.wrappers import YieldingProperty
+from manyhands._optimizers.wrappers import YieldingProperty, refuse_join
 
 INNER = "_fsdp_wrapped_module"  # torch's tools remove this name from names of parameters
 CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper removes this name in state dicts

@@ -4,11 +4,13 @@
 
     may_be_cut          are the results equal if a parameter is cut at any position?
     can_be_divided      are the results equal if each parameter is stepped separately?
+    choose_layout       may OSS cut parameters?
     problem_on_shards   can the optimizer step DTensors?
     StateSizes          the size of the state, for a parameter of any shape
 
 A class may be cut if it processes elements independently. LAMB's and LARS's norms, Adafactor's rows
-and columns, and Muon's matrices depend on a full tensor.
+and columns, and Muon's matrices depend on a full tensor. For a class that is not torch's, the
+default layout has uncut parameters.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from manyhands._arguments import one_of
 from manyhands._tensors.trees import tensors_in
 
 if TYPE_CHECKING:
@@ -154,6 +157,24 @@ def _in_halves(tensors: list[Tensor]) -> list[Tensor]:
     for tensor in tensors:
         halves += tensor.view(-1).tensor_split(2)
     return halves
+
+
+def choose_layout(
+    kind: type[Optimizer], asked: str | None, options: Sequence[Mapping[str, object]]
+) -> str:
+    """Return the layout of OSS: "even" or "whole"; raise if results would be wrong."""
+    one_of("layout", asked, (None, "even", "whole"))
+    if asked == "even" and not may_be_cut(kind, options):
+        raise ValueError(
+            f'layout="even" cuts parameters anywhere, but {kind.__name__} needs whole parameters: '
+            'results would be wrong. Use layout="whole".'
+        )
+    if asked is None and not can_be_divided(kind, options):
+        raise ValueError(
+            f"{kind.__name__} combines all parameters in a step, so its state cannot be divided. "
+            'Use it without OSS. (If it only adds random noise, layout="whole" works.)'
+        )
+    return asked or ("even" if traits_of(kind).elementwise else "whole")
 
 
 # -- DTensors --------------------------------------------------------------------------------------

@@ -15,8 +15,13 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._arguments import flag, real, whole
 from manyhands._optimizers.several import AND, optimizers_in
-from manyhands._optimizers.uneven import refuse_join
-from manyhands._optimizers.wrappers import OptimizerWrapper, ParamGroup, params_of, unwrap
+from manyhands._optimizers.wrappers import (
+    OptimizerWrapper,
+    ParamGroup,
+    params_of,
+    refuse_join,
+    unwrap,
+)
 
 Value = TypeVar("Value")
 # A state dict or an entry, from any source: the reader must check the contents.
@@ -366,6 +371,12 @@ def state_parts(
 def common_state(packed: SavedState) -> StateDict:
     numbers = set(params_of(packed["param_groups"]))
     return {key: value for key, value in packed["state"].items() if key not in numbers}
+
+
+def is_elementwise(entry: str, value: Tensor, param: Tensor) -> bool:
+    """Return whether an entry of a parameter's state has a value for each element."""
+    # `step` is a single number, also for a parameter with a single element.
+    return value.shape == param.shape and (value.dim() > 0 or entry != "step")
 
 
 def options_of(group: Mapping[str, Value]) -> dict[str, Value]:

@@ -19,6 +19,10 @@ Our methods are then called with the proxy as `self`. Three rules make this work
 `GradScaler.step` sets two tensors on an optimizer that declares support: `found_inf` (whether the
 gradients overflowed) and `grad_scale` (the factor of the gradients; None after `unscale_`). A fused
 optimizer uses these tensors. For other optimizers, we unscale and skip.
+
+torch's `Join` and `DistributedDataParallel.join` are rejected. Inside `Join`, a rank without data
+repeats the other ranks' collectives. Our collectives depend on decisions in each step
+(accumulation, clipping, a gradient scaler) that such a rank does not know.
 """
 
 from __future__ import annotations
@@ -35,15 +39,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._arguments import instance
-from manyhands._optimizers.uneven import EVEN_INPUTS, refuse_join
 from manyhands._tensors.flat import local_shard
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+EVEN_INPUTS = (
+    "Give every rank the same number of batches, as manyhands.Cursor does. With "
+    "ShardedDataParallel, a rank without data may call optimizer.step() without a backward pass. "
+    "With DistributedDataParallel, ddp.join(throw_on_early_termination=True) ends the loop on all "
+    "ranks."
+)
+
 ParamGroup: TypeAlias = dict[str, Any]
 
 T = TypeVar("T")
+
+
+def refuse_join(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} does not support torch's Join: a rank without data would not take part in its "
+        f"collectives, and the other ranks would wait. {EVEN_INPUTS}"
+    )
 
 
 class YieldingProperty:

@@ -216,12 +216,6 @@ class RankGroup:
         """Start to fill `bucket` on every rank with the owners' slices."""
         return slices.all_gather_slices(self, bucket, cuts)
 
-    def reduce_scatter(
-        self, total: Tensor, bucket: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
-    ) -> None:
-        """Fill `total` with this rank's slice of all ranks' buckets, reduced by `op`."""
-        slices.reduce_scatter(total, bucket, op=op, group=self.group)
-
     # -- tensors -------------------------------------------------------------------------------
 
     def all_to_all(

@@ -22,13 +22,12 @@ from torch.optim import LBFGS, Optimizer
 from manyhands._optimizers.foreign import advice, find_prepared
 from manyhands._optimizers.several import SeveralOptimizers
 from manyhands._optimizers.state_parts import ShardedOptimizer
-from manyhands._optimizers.wrappers import OptimizerWrapper, unwrap
+from manyhands._optimizers.wrappers import OptimizerWrapper, params_of, unwrap
 from manyhands._ranks.agreement import agree, describe_tensors, names_in
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.flat import is_dtensor
 from manyhands._warn import warn
 from manyhands.blocks._anchor import Outer
-from manyhands.blocks.averaging._payload import all_params
 from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers, Members
 from manyhands.blocks.crew._crew import Crew
 
@@ -61,7 +60,7 @@ def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) ->
                     f"{class_name} evaluates a closure once for all optimizers of a list, and "
                     "LBFGS needs several evaluations. Wrap LBFGS separately."
                 )
-        for param in all_params(each):
+        for param in params_of(each.param_groups):
             owner = owners.setdefault(id(param), number)
             if owner != number:
                 raise ValueError(

@@ -20,6 +20,7 @@ from manyhands._optimizers.wrappers import (
     OptimizerWrapper,
     ScalerSignals,
     apply_signals,
+    params_of,
     supports_amp,
     unscale,
 )
@@ -43,7 +44,7 @@ from manyhands.blocks._samples import SampleRounds
 from manyhands.blocks._schedule import Every, Schedule, check_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import CODECS
-from manyhands.blocks.averaging._payload import STATE_OPTIONS, Extras, all_params, trainable_params
+from manyhands.blocks.averaging._payload import STATE_OPTIONS, Extras, trainable_params
 from manyhands.blocks.averaging._round import ElasticMembers
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import MemberFacts
@@ -190,7 +191,7 @@ class Blocks(OptimizerWrapper):
         self._scheduled = {self._inner, *optimizers_in(self._inner)}
         sync = self._sync
         params = trainable_params(self._inner)
-        everything = all_params(self._inner)
+        everything = params_of(self._inner.param_groups)
         if not everything:
             raise ValueError("the optimizer has no parameters: every group is empty.")
         if self.alone:
@@ -240,7 +241,7 @@ class Blocks(OptimizerWrapper):
     @property
     def alone(self) -> bool:
         """Whether there is no other worker, now or later."""
-        return self._sync.alone
+        return self._sync.members.alone
 
     @property
     def steps(self) -> int:
@@ -368,7 +369,7 @@ class Blocks(OptimizerWrapper):
 
     def _extend_anchor(self, params: Sequence[Tensor]) -> None:
         for each in optimizers_in(self._inner):
-            own = set(map(id, all_params(each)))
+            own = set(map(id, params_of(each.param_groups)))
             self._sync.anchor.extend([param for param in params if id(param) in own])
 
     def count_samples(self, samples: int) -> None:

@@ -25,8 +25,6 @@ class BlockSamples:
         self._schedule = schedule
         self.account = Account()  # without rules if there is no cursor
         self.joined_late = False  # whether the ledger came from another worker
-        # Whether other workers' samples are unknown while a round is in flight.
-        self.unknown_in_flight = schedule.every.own_steps and schedule.overlap > 0
         self._counted: int | None = None  # from `count_samples`, for the current step
 
     @property
@@ -102,6 +100,7 @@ class BlockSamples:
 
 
 class Rounds(Protocol):
+    schedule: Schedule
     state: BlockState
     samples: BlockSamples
 
@@ -125,7 +124,8 @@ class SampleRounds:
 
     def begin(self, rules: Rules, ledger: Ledger) -> None:
         """Start with a new cursor's ledger, or continue with the ledger of the joined run."""
-        if self._samples.unknown_in_flight:
+        schedule = self._rounds.schedule
+        if schedule.every.own_steps and schedule.overlap > 0:
             raise ValueError(
                 "a Cursor with own_steps=True needs overlap=0, because the numbers of samples of "
                 "other workers are unknown while a round is in flight. Leave out overlap."

@@ -103,7 +103,7 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
         raise saved.wrong("own[2]", "at most own[1]", state["own"])
     saved.part("initial_state")
     saved.each("anchor")
-    if sync.alone or not state["anchor"]:  # a single worker has no anchor
+    if sync.members.alone or not state["anchor"]:  # a single worker has no anchor
         return
     if saved.real("order") != memory_order(sync.anchor.params):
         raise ValueError(
@@ -145,10 +145,10 @@ def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
     )
     sync.schedule.taken = taken
     sync.restart_clock()
-    if saved["anchor"] and not sync.alone:
+    if saved["anchor"] and not sync.members.alone:
         sync.anchor.load(saved)
         _load_residuals(saved, sync)
-    elif not sync.alone:  # saved by a single worker, without blocks
+    elif not sync.members.alone:  # saved by a single worker, without blocks
         sync.anchor.begin()
         sync.begin_block()
     sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
@@ -208,7 +208,7 @@ class OuterStateParts:
 
     def save_counters(self) -> dict[str, object]:
         sync = self._sync
-        if sync.state.diverged and not sync.alone:
+        if sync.state.diverged and not sync.members.alone:
             raise RuntimeError(
                 "inside a block each worker has its own model. Call optimizer.synchronize() on "
                 "every worker first, or save each worker's state_dict()."
@@ -217,7 +217,7 @@ class OuterStateParts:
             "format": FORMAT,
             "options": dict(self._options),
             **sync.common.counters(sync.state),
-            "alone": sync.alone,
+            "alone": sync.members.alone,
             "totals": [sync.stats.left_out_ever, sync.stats.undone],
         }
 

@@ -119,7 +119,7 @@ class Sync:
 
     def count_step(self) -> None:
         state = self.state
-        if self.alone or state.steps < state.warmup:
+        if self.members.alone or state.steps < state.warmup:
             steps = state.steps + 1
         else:
             elapsed, _ = self.clock.elapsed(state.own)
@@ -232,10 +232,6 @@ class Sync:
         if not self.state.joined_late:
             return []
         return [*self.anchor.params, *self.extras.buffer_tensors()]
-
-    @property
-    def alone(self) -> bool:
-        return self.members.alone
 
     # -- sync rounds of fragments --------------------------------------------------------------
 
@@ -453,7 +449,8 @@ class Sync:
         self._reset_after_local_warmup()
         self.state = self.state.begin_anchor()
         self.anchor.begin()
-        self.members.forget_round_times()
+        if isinstance(self.members, ElasticMembers):
+            self.members.crew.begin_blocks()
         self.restart_clock()
 
     def _reset_after_local_warmup(self) -> None:

@@ -32,6 +32,7 @@ from manyhands._optimizers.state_parts import (
     ShardedOptimizer,
     StatePart,
     common_state,
+    is_elementwise,
     options_of,
     state_parts,
 )
@@ -173,15 +174,10 @@ def group_names(optimizer: Optimizer, names: ModelNames | None) -> list[list[str
     return result
 
 
-def is_elementwise(part: OptimizerStatePart, entry: str, value: Tensor) -> bool:
-    # `step` is a single number, also for a parameter with a single element.
-    return value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
-
-
 def entry_parts(
     part: OptimizerStatePart, entry: str, value: Tensor, savers: Savers = ALONE
 ) -> TensorParts:
-    if part.start is not None and is_elementwise(part, entry, value):
+    if part.start is not None and is_elementwise(entry, value, part.like):
         return TensorParts.from_flat(value, part.param, part.start, savers.everyone)
     return to_parts(value, savers)
 
@@ -261,7 +257,7 @@ def _collect_part(
                 text = to_bytes(encode(value, key, put))
                 contents.add(f"{prefix}/json.{escape(entry)}/{name}", to_parts(text, savers))
             continue
-        own = is_dtensor(value) or (sharded and is_elementwise(part, entry, value))
+        own = is_dtensor(value) or (sharded and is_elementwise(entry, value, part.like))
         if writes or own:
             # A rank may have several ranges of a parameter, which share the key.
             before = contents.tensors.pop(key, None)

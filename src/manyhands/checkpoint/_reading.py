@@ -112,10 +112,10 @@ def _load_checkpoint(
         # The next steps change objects. Each `run_on_all` ends with an exchange of errors, so
         # either every rank continues or every rank undoes.
         try:
-            for step in (loader.load_foreign_states, loader.fill, loader.finish):
+            for step in (loader.foreign_states.apply, loader.fill, loader.finish):
                 run_on_all(ranks, step)
         except BaseException:
-            loader.undo()
+            loader.foreign_states.undo()
             raise
         return loader.result
 
@@ -123,8 +123,8 @@ def _load_checkpoint(
 class RunLoader:
     """Loads a checkpoint into the objects of a run.
 
-    The constructor compares objects and checksums without changing the run. If a later step fails
-    on any rank, call `undo`.
+    The constructor compares objects and checksums without changing the run. `foreign_states` are
+    loaded before model and optimizer, and undone if a later step fails on any rank.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class RunLoader:
         self.result: dict[str, object] = {}
         self._reader = reader
         self._targets: dict[str, TensorParts] = {}
-        self._foreign_states = ForeignStates()
+        self.foreign_states = ForeignStates()
         self._optimizers: list[OptimizerLoader] = []
         self._random: dict[str, Tensor] = {}
         commit = reader.commit
@@ -184,7 +184,7 @@ class RunLoader:
 
     def _add_model(self, targets: dict[str, TensorParts], states: list[ForeignState]) -> None:
         self._targets |= targets
-        self._foreign_states.states += states
+        self.foreign_states.states += states
 
     def _add_schedulers(self, here: Sequence[HasState], saved: Sequence[StateMeta]) -> None:
         if len(here) != len(saved):
@@ -201,7 +201,7 @@ class RunLoader:
     def _add_object(self, name: str, each: HasState, meta: object) -> None:
         state = decode(meta, self._reader.read_once)
         foreign = ForeignState(name, each.state_dict, each.load_state_dict, state)
-        self._foreign_states.states.append(foreign)
+        self.foreign_states.states.append(foreign)
 
     def _add_value(self, name: str, meta: Any, target: object) -> object:
         """Return a value for the user: the decoded value, or `target`, which is loaded in place."""
@@ -229,10 +229,6 @@ class RunLoader:
             )
         return target
 
-    def load_foreign_states(self) -> None:
-        """Load states through foreign code, while model and optimizer are unchanged."""
-        self._foreign_states.apply()
-
     def fill(self) -> None:
         """Read the slices, and pass the filled state to the optimizers."""
         try:
@@ -254,9 +250,6 @@ class RunLoader:
             optimizer.finish()
         if self._random:
             set_random_state(self._random)
-
-    def undo(self) -> None:
-        self._foreign_states.undo()
 
 
 def _wrong_number(what: str, here: int, saved: int) -> ValueError:

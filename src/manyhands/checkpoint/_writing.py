@@ -71,11 +71,8 @@ def begin_save(
     """Do all of a save except for writing. Return the path, and a function that writes."""
     ranks = RankGroup.of(process_group)
     messages = SaveMessages.of(ranks)
-    dry = dry_group()
-    if dry is not None:
-        ranks._process_group.record("save")
-        folder = DryFolder(folder.path)
-        folder.fake = dry.counted.fake
+    if isinstance(messages, DryMessages):
+        folder = messages.record_save(ranks, folder)
     save = Save(folder, messages, options)
     try:
         save.collect(run)
@@ -311,7 +308,7 @@ class SaveMessages:
     def of(cls, ranks: RankGroup) -> SaveMessages:
         """Return the messages of these ranks, the same object for every save."""
         if ranks.size == 1:
-            return cls(Savers())
+            return cls._kind()(Savers())
         store = _get_default_store()
         savers = Savers.of(ranks)
         known = _messages.setdefault(store, {})
@@ -319,9 +316,12 @@ class SaveMessages:
             patience = ranks._timeout.total_seconds() if ranks._timeout else CALL_TIMEOUT
             # A waiting request must not block the program's own requests.
             own: Store = store.clone()  # type: ignore[attr-defined]
-            kind = DryMessages if dry_group() else cls
-            known[savers.ranks] = kind(savers, own, patience)
+            known[savers.ranks] = cls._kind()(savers, own, patience)
         return known[savers.ranks]
+
+    @staticmethod
+    def _kind() -> type[SaveMessages]:
+        return DryMessages if dry_group() else SaveMessages
 
     def begin(self, step: int | None, folder: Folder) -> str:
         self._began = time.monotonic()
@@ -489,10 +489,17 @@ class SaveMessages:
 class DryMessages(SaveMessages):
     """Messages in a dry run: other ranks' messages are assumed to equal this rank's."""
 
-    def __init__(self, savers: Savers, store: Store, patience: float) -> None:
+    def __init__(self, savers: Savers, store: Store | None = None, patience: float = 0.0) -> None:
         super().__init__(savers, store, patience)
         self._counted: Any = dry_group().counted
         self._receipt = ""
+
+    def record_save(self, ranks: RankGroup, folder: Folder) -> DryFolder:
+        """Count a save, and return the folder to use instead."""
+        ranks._process_group.record("save")
+        dry = DryFolder(folder.path)
+        dry.fake = self._counted.fake
+        return dry
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         self._receipt = json.dumps(own)

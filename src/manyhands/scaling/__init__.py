@@ -3,7 +3,7 @@
 To understand AdaScale, read five files in this order:
 
 _hooks.py           autograd hooks that measure |g| of each parameter in a backward pass
-_step.py            size of the batch, passes of a step, divisor of the gradient
+_step.py            passes of a step, divisor of the gradient
 _optimizer.py       `RuleCore`, the state of a rule, and `step`
 _noise.py           norms to signal and noise, moving averages, gain (floats only)
 _rules.py           AdaScale, AdamScale, LinearScale, SqrtScale, LEGWScale
@@ -11,19 +11,17 @@ _rules.py           AdaScale, AdamScale, LinearScale, SqrtScale, LEGWScale
 Supporting files:
 
 _unsharded.py       unsharded parameters of `fully_shard`
-_loops.py           loops that decide which pass is the last
 _mean_gradient.py   |G|^2 of the averaged gradient
 _previous_gradient.py  comparison of two consecutive gradients
 _payload.py         the collective of a step, with checks that ranks agree
 _preconditioned.py  norms of gradients after Adam's or RMSprop's division, and second moments
                     after a change of the batch size
 _rule_base.py       `ScalingRuleBase`, the public interface: arguments, statistics, state
-_port.py            `LoopPort`, the interface for training loops
+_port.py            training loops that decide which pass is the last, and `LoopPort`
 _binding.py         changes to a wrapped optimizer
-_settings.py        options, the `Accumulation` protocol
+_settings.py        options, size of the batch, the `Accumulation` protocol
 _progress.py        `ProgressScheduler`: schedules by progress
 _weighted_mean.py   `WeightedMean`: the mean loss over micro-batches of different sizes
-_moments.py         averages of estimates, with the error of the noise scale
 _noise_scale.py     `NoiseScale`: measure only
 """
 

@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, replace
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -26,21 +26,86 @@ from manyhands._ranks.agreement import agree, describe_tensors
 from manyhands._ranks.ranks import RankGroup, rank_group_of
 from manyhands._warn import warn
 from manyhands.scaling._hooks import PlainNorm
-from manyhands.scaling._loops import passes_and_loop, prepared_loop
-from manyhands.scaling._moments import NoiseMoments
 from manyhands.scaling._noise import estimate
 from manyhands.scaling._payload import SentStep
+from manyhands.scaling._port import passes_and_loop, prepared_loop
 from manyhands.scaling._settings import (
     PASSES,
     PER_STEP,
     Accumulation,
+    Batch,
     check_smoothing,
 )
-from manyhands.scaling._step import Batch, Measurement
+from manyhands.scaling._step import Measurement
 
 VERSION = 3  # of the state dict
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class NoiseMoments:
+    """Weighted means of sqr, var, their squares and product; sums of the weights."""
+
+    weight: float = 0.0
+    squared_weight: float = 0.0
+    sqr: float = 0.0
+    var: float = 0.0
+    sqr_sqr: float = 0.0
+    var_var: float = 0.0
+    sqr_var: float = 0.0
+
+    @classmethod
+    def of_saved(cls, saved: SavedEntries, steps: int) -> NoiseMoments:
+        moments = {}
+        least = 1e-32 if steps else 0.0
+        for each in fields(cls):
+            if each.name in ("weight", "squared_weight"):
+                moments[each.name] = saved.real(each.name, least, below=1.001)
+            else:
+                moments[each.name] = saved.real(each.name, -math.inf, below=math.inf)
+        return cls(**moments)
+
+    def add(self, sqr: float, var: float, smoothing: float) -> NoiseMoments:
+        new = 1.0 - smoothing
+
+        def mix(old: float, value: float) -> float:
+            return smoothing * old + new * value
+
+        return NoiseMoments(
+            mix(self.weight, 1.0),
+            smoothing**2 * self.squared_weight + new**2,
+            mix(self.sqr, sqr),
+            mix(self.var, var),
+            mix(self.sqr_sqr, sqr * sqr),
+            mix(self.var_var, var * var),
+            mix(self.sqr_var, sqr * var),
+        )
+
+    @property
+    def ratio_error(self) -> float:
+        # Delta method, for independent steps; divided by the effective number of steps.
+        w = self.weight
+        sqr = self.sqr / w
+        var = self.var / w
+        ratio = var / sqr
+        scatter = (
+            self.var_var / w
+            - var * var
+            - 2.0 * ratio * (self.sqr_var / w - sqr * var)
+            + ratio * ratio * (self.sqr_sqr / w - sqr * sqr)
+        )
+        effective = w * w / self.squared_weight
+        return math.sqrt(max(scatter, 0.0) / max(effective - 1.0, 1e-9)) / sqr
+
+    def rescale(self, factor: float) -> NoiseMoments:
+        """Return the moments for batches that are `factor` times as large."""
+        return replace(
+            self,
+            var=self.var / factor,
+            var_var=self.var_var / factor**2,
+            sqr_var=self.sqr_var / factor,
+        )
 
 
 def call_weakly(method: Callable[P, T]) -> Callable[P, T | None]:
@@ -188,7 +253,11 @@ class NoiseScale:
         if step.problem is not None:
             self._leave_out_step(step.problem)
         elif step.sent is not None:
-            self._receive(step.sent)
+            # The previous step's copy has finished, so this does not wait for the device.
+            self._add_in_flight()
+            step.sent.start_copy()
+            self._in_flight = step.sent
+            measurement.previous.remember()
         measurement.finish_step()
 
     def _leave_out_step(self, problem: str) -> None:
@@ -200,14 +269,6 @@ class NoiseScale:
         if not self._warned:
             self._warned = True
             warn(f"NoiseScale skips a step: {problem}")
-
-    def _receive(self, sent: SentStep) -> None:
-        """Start copying a step's numbers to the host; add the previous step's to the moments."""
-        # The previous copy has finished, so this does not wait for the device.
-        self._add_in_flight()
-        sent.start_copy()
-        self._in_flight = sent
-        self._measurement.previous.remember()
 
     def _add_in_flight(self) -> None:
         sent = self._in_flight

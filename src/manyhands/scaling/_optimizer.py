@@ -40,7 +40,8 @@ from manyhands.scaling._binding import Binding
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import History, NoiseAverage, NormSums, steps_between
 from manyhands.scaling._payload import RankReport, SentStep, StepObserver
-from manyhands.scaling._step import Batch, Measurement
+from manyhands.scaling._settings import Batch
+from manyhands.scaling._step import Measurement
 
 NONFINITE_LIMIT = 10
 

@@ -31,7 +31,6 @@ from manyhands._optimizers.wrappers import (
 )
 from manyhands._ranks.ranks import rank_group_of
 from manyhands.scaling._binding import KEY, check_bindable, check_ranks_agree, claimed_by
-from manyhands.scaling._loops import CountingLoop, passes_and_loop, prepared_loop
 from manyhands.scaling._noise import (
     VAR_FLOOR,
     DebiasedAverage,
@@ -40,9 +39,9 @@ from manyhands.scaling._noise import (
     PaperAverage,
 )
 from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer
-from manyhands.scaling._port import LoopPort
-from manyhands.scaling._settings import PASSES, PER_STEP, Accumulation, Averager
-from manyhands.scaling._step import Batch, MeasurementState
+from manyhands.scaling._port import CountingLoop, LoopPort, passes_and_loop, prepared_loop
+from manyhands.scaling._settings import PASSES, PER_STEP, Accumulation, Averager, Batch
+from manyhands.scaling._step import MeasurementState
 
 VERSION = 2
 

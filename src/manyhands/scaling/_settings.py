@@ -1,12 +1,23 @@
-"""Define options of rules, and protocols of training loops."""
+"""Define options of rules, the size of a step, and protocols of training loops.
+
+A `Loop` determines which pass is the last of a step:
+
+    Loop             the declared number of passes is reached (user, `Ramp`, adapter)
+    CountingLoop     the data-parallel module averages this pass, which is outside `no_sync()`
+    FollowingLoop    an `Accumulation`, such as a trainer's loop, declares the pass as the last
+
+`_port.py` defines the last two.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypedDict, runtime_checkable
 
 import torch.distributed as dist
 
 from manyhands._arguments import real
+from manyhands._optimizers.state_parts import SavedEntries
 from manyhands._optimizers.wrappers import LossScaler
 
 PASSES = "num_gradients_to_accumulate"
@@ -70,3 +81,152 @@ class Averager(Protocol):
 
 def check_smoothing(smoothing: float) -> float:
     return real("smoothing", smoothing, least=0.0, below=1.0, why="It is the weight of the past.")
+
+
+# -- the size of a step ---------------------------------------------------------------------------
+
+
+class Loop:
+    """The source of the number of passes per step: a declared number."""
+
+    counts = False  # whether the number is unknown until the last pass
+    decides = False  # whether a training loop sets the number, and may end a step earlier
+    module: Averager | None = None  # counts its passes
+    # An adapter's statement whether the current pass is the last. Such a loop calls `step()` and
+    # `zero_grad()` after every pass.
+    declared_last: bool | None = None
+
+    def passes(self) -> int | None:
+        return None
+
+    def is_last(self) -> bool | None:
+        return self.declared_last
+
+    @property
+    def in_mid_step(self) -> bool:
+        return self.declared_last is False
+
+
+@dataclass
+class Batch:
+    """The size of a batch over all workers and passes. The owner of the number of passes.
+
+    The scale is workers x passes, unless `scale` or `scale_per_pass` is set.
+
+    The default smoothing depends on the number of small gradients, as in fairscale, or on the
+    scale, as in adaptdl, if the loop counts passes.
+    """
+
+    workers: int = 1
+    passes: int = 1  # of a full step: declared, or counted in the last step
+    short: int | None = None
+    loop: Loop = field(default_factory=Loop)
+    scale: float | None = None
+    scale_per_pass: float | None = None
+    smoothing: float | None = None
+    memory: float = 1000.0  # default memory of the averages, in small batches
+    loss_is_divided: bool = True
+    scale_is_explicit: bool = False  # set in this run
+    smoothing_is_explicit: bool = False
+
+    def scale_for(self, passes: int) -> float:
+        if self.scale is not None:
+            if self.loop.counts:
+                return self.scale
+            return self.scale * (passes / self.passes)
+        if self.scale_per_pass is not None:
+            return self.scale_per_pass * passes
+        return float(self.workers * passes)
+
+    def begin_step(self) -> None:
+        self.set_passes(self.loop.passes() or self.passes)
+
+    def follow(self, loop: Loop) -> None:
+        """Let this loop determine the passes."""
+        self.loop = loop
+        self.begin_step()
+        self.check_divided()
+
+    def set_passes(self, passes: int) -> None:
+        self.passes = passes
+        self.short = None
+
+    @property
+    def passes_divided_by_user(self) -> bool:
+        return self.loss_is_divided and not self.loop.counts
+
+    def smoothing_for(self, scale: float) -> float:
+        if self.smoothing is not None:
+            return self.smoothing
+        if self.loop.counts:
+            return float((1.0 - 1.0 / self.memory) ** scale)
+        return max(1.0 - self.workers * (self.short or self.passes) / self.memory, 0.0)
+
+    def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
+        self.scale = scale
+        self.scale_per_pass = per_pass
+        self.scale_is_explicit = True
+
+    def set_smoothing(self, smoothing: float | None) -> None:
+        self.smoothing = None if smoothing is None else check_smoothing(smoothing)
+        self.smoothing_is_explicit = smoothing is not None
+
+    def to_state(self) -> dict[str, float | None]:
+        return {
+            "scale": self.scale,
+            "scale_per_pass": self.scale_per_pass,
+            "smoothing": self.smoothing,
+            "workers": self.workers,
+            "passes": self.passes,
+        }
+
+    def parse_state(self, state: SavedEntries) -> Batch:
+        """Return the batch with the saved settings, except for explicit settings of this run.
+
+        A saved scale is multiplied by the change of workers x passes.
+        """
+        saved_passes = state.whole("passes", 1)
+        passes = self.passes
+        if self.loop.counts:
+            passes = saved_passes
+        loaded = replace(self, passes=passes, short=None)
+        if not self.scale_is_explicit:
+            growth = self.workers * passes / (state.whole("workers", 1) * saved_passes)
+            loaded.scale = None
+            if state.has("scale"):
+                loaded.scale = state.real("scale", above=0.0) * growth
+            loaded.scale_per_pass = None
+            if state.has("scale_per_pass"):
+                loaded.scale_per_pass = state.real("scale_per_pass", above=0.0)
+        if not self.smoothing_is_explicit:
+            loaded.smoothing = None
+            if state.has("smoothing"):
+                loaded.smoothing = check_smoothing(state["smoothing"])
+        return loaded
+
+    def check_divided(self) -> None:
+        if self.loop.decides and not self.loss_is_divided:
+            raise ValueError(
+                "is_scaled_loss=False, but a loop that controls the passes must divide the losses. "
+                "Divide each loss by the loop's gradient_accumulation_steps."
+            )
+
+    def describe_short(self, passes: int) -> str:
+        call = f"call set_num_gradients_to_accumulate({passes}) on every worker"
+        other = "pass an Accumulation as num_gradients_to_accumulate"
+        if self.loop.decides:
+            call = f"set the loop's gradient_accumulation_steps to {passes}"
+            other = "make sync_gradients true during the step's last pass"
+        return (
+            f"step() after {passes} of {self.passes} backward passes. Before the first pass of a "
+            f"shorter step, {call}, and divide its losses by {passes}. If the loop divides every "
+            f"loss by {self.passes}, {other}."
+        )
+
+    def load_state(self, loaded: Batch) -> None:
+        """Copy the fields of `loaded`, because other objects refer to this batch."""
+        self.passes = loaded.passes
+        self.short = loaded.short
+        self.scale = loaded.scale
+        self.scale_per_pass = loaded.scale_per_pass
+        self.smoothing = loaded.smoothing

@@ -35,14 +35,6 @@ IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Options that select an implementation and do not change results. Ranks may differ here."""
 
 
-def params_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return the parameters of all groups (in a state dict, their numbers)."""
-    found = []
-    for group in groups:
-        found += group["params"]
-    return found
-
-
 def facts_of_groups(
     groups: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None, first: int = 0
 ) -> Facts:

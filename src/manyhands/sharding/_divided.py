@@ -23,8 +23,6 @@ class DividedOptimizer(ShardedOptimizer):
     `optim` steps this rank's tensors, or the parameters on a single rank.
     """
 
-    optimizer_class: type[Optimizer]
-    optimizer_arguments: dict[str, Any]
     _workers: RankGroup
 
     @property

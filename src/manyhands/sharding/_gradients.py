@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from manyhands._arguments import real
 from manyhands._optimizers.state_parts import ShardedOptimizer
-from manyhands._optimizers.wrappers import find_layer
+from manyhands._optimizers.wrappers import find_layer, params_of
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.sharded_gradient import local_parts, norm_of_slices
 from manyhands._tensors.flat import accumulation_dtype, norm
@@ -119,16 +119,15 @@ class ShardedGradScaler(GradScaler):
             sharded.join_in()
             group = group or sharded.group
         held: list[Tensor] = []
-        for param_group in optimizer.param_groups:
-            for param in param_group["params"]:
-                parts = local_parts(param.grad) if param.grad is not None else ()
-                for part in parts:
-                    # torch replaces `carrier.grad` if it is a sparse float16 gradient.
-                    carrier = param
-                    if part is not param.grad:
-                        carrier = part.detach()
-                        carrier.grad = part
-                    held.append(carrier)
+        for param in params_of(optimizer.param_groups):
+            parts = local_parts(param.grad) if param.grad is not None else ()
+            for part in parts:
+                # torch replaces `carrier.grad` if it is a sparse float16 gradient.
+                carrier = param
+                if part is not param.grad:
+                    carrier = part.detach()
+                    carrier.grad = part
+                held.append(carrier)
         stand_in: Any = SimpleNamespace(param_groups=[{"params": held}])
         # True: allow float16 gradients.
         found: dict[torch.device, Tensor] = super()._unscale_grads_(

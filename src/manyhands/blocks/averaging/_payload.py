@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._optimizers.modules import modules_holding
-from manyhands._optimizers.wrappers import unwrap
+from manyhands._optimizers.wrappers import params_of, unwrap
 from manyhands._tensors.flat import (
     FlatTensors,
     accumulation_dtype,
@@ -271,15 +271,8 @@ def by_index(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return {str(number): tensor for number, tensor in enumerate(tensors)}
 
 
-def all_params(optimizer: Optimizer) -> list[Tensor]:
-    params: list[Tensor] = []
-    for group in optimizer.param_groups:
-        params.extend(group["params"])
-    return params
-
-
 def trainable_params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for param in all_params(optimizer) if param.requires_grad]
+    return [param for param in params_of(optimizer.param_groups) if param.requires_grad]
 
 
 # -- averaged or reset at the end of a block ------------------------------------------------------
@@ -287,7 +280,7 @@ def trainable_params(optimizer: Optimizer) -> list[Tensor]:
 
 def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
     found = {}
-    for number, param in enumerate(all_params(optimizer)):
+    for number, param in enumerate(params_of(optimizer.param_groups)):
         if not param.requires_grad:
             continue
         for name, value in sorted(optimizer.state.get(param, {}).items()):
@@ -328,7 +321,10 @@ class Extras:
         resets_after_warmup: bool,
     ) -> None:
         self.optimizer = optimizer
-        modules = [model] if model is not None else _find_modules(all_params(optimizer))
+        if model is None:
+            modules = _find_modules(params_of(optimizer.param_groups))
+        else:
+            modules = [model]
         # Weak references, because an optimizer must not extend the model's lifetime.
         self._modules = [weakref.ref(module) for module in modules]
         self.buffers = buffers

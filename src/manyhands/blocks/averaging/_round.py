@@ -106,13 +106,10 @@ class FixedMembers:
         `moves_anchor` is False for a state transfer.
         """
         background.finished()
-        with explained(self.workers, f"before a sync round. {UNEVEN}"):
-            if background.error is not None:
+        if background.error is not None:
+            with explained(self.workers, f"before a sync round. {UNEVEN}"):
                 raise background.error
         return background.result
-
-    def forget_round_times(self) -> None:
-        """Discard the durations of rounds in a warm-up, which follow every step."""
 
 
 class ElasticMembers:
@@ -155,9 +152,6 @@ class ElasticMembers:
         if error is not None and (not of_others or self._failures >= MAX_FAILURES):
             raise error  # repeating would not help
         return background.result if kept else None
-
-    def forget_round_times(self) -> None:
-        self.crew.begin_blocks()
 
     def join(self, version: Version, facts: MemberFacts) -> None:
         self.crew.join(version, facts)

@@ -1,7 +1,6 @@
 """Load plain weight files into a model of any sharding, and save a model as plain files.
 
-_files.py     tensors of safetensors files, state dict files and mappings, slice by slice
-_loading.py   fill a model: each rank reads its slices
+_loading.py   read sources and fill a model: each rank reads its slices
 _saving.py    write a model as safetensors files of limited size, with an index
 """
 

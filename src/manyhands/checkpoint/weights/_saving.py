@@ -22,7 +22,7 @@ from manyhands.checkpoint import _format
 from manyhands.checkpoint._folder import NewFile, sync
 from manyhands.checkpoint._format import TensorEntry
 from manyhands.checkpoint._model import find_names
-from manyhands.checkpoint.weights._files import INDEX, SINGLE
+from manyhands.checkpoint.weights._loading import INDEX, SINGLE
 
 CONFIG = "config.json"
 

@@ -24,7 +24,11 @@ from torch import Tensor
 
 from manyhands._ranks.presence import explained
 from manyhands._ranks.ranks import RankGroup
-from manyhands._ranks.slices import PendingReduceScatter, SharedMemoryReduceScatter
+from manyhands._ranks.slices import (
+    PendingReduceScatter,
+    SharedMemoryReduceScatter,
+    reduce_scatter,
+)
 from manyhands._tensors.backward import BackwardPasses, current_task
 
 IN_FLIGHT = 1  # wraps with gradients being sent while the next wrap's are computed
@@ -190,9 +194,9 @@ class ReduceScatter(_Allocator):
                 after = 1.0
             self._queue.send(output_tensor, input_tensor, after, wait=wait)
         elif is_default:
-            shards.reduce_scatter(output_tensor, input_tensor, op)
+            reduce_scatter(output_tensor, input_tensor, op=op, group=shards.group)
         else:
-            shards.reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM)
+            reduce_scatter(output_tensor, input_tensor, group=shards.group)
             output_tensor.div_(after)
 
     def _used_at_once(self, total: Tensor) -> bool:

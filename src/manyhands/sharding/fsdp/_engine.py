@@ -28,13 +28,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from manyhands._optimizers.optimizers import fused_problem, problem_on_shards
+from manyhands._optimizers.wrappers import params_of
 from manyhands._ranks.presence import count_step
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.backward import current_task
 from manyhands._tensors.flat import check_own_shards, is_dtensor
 from manyhands._tensors.trees import as_type, tensors_in, tree_map_tensors
 from manyhands._warn import warn
-from manyhands.sharding._agreement import params_in
 from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
 from manyhands.sharding.fsdp._places import (
     REPLACED,
@@ -400,10 +400,10 @@ def guard_state(optimizer: Optimizer) -> None:
         return  # our optimizers check this in their own methods
 
     def check(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        check_own_shards(state, params_in(optimizer.param_groups))
+        check_own_shards(state, params_of(optimizer.param_groups))
 
     optimizer.register_load_state_dict_pre_hook(check)
-    for param in params_in(optimizer.param_groups):
+    for param in params_of(optimizer.param_groups):
         if is_dtensor(param):
             calls = _StateDictCalls(param.device_mesh, type(optimizer).__name__)
             _state_calls[optimizer] = calls
@@ -452,7 +452,7 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
     """Before a step, raise if the optimizer has replaced parameters or cannot train shards."""
     if optimizer in _state_calls:
         _state_calls[optimizer].compare()
-    params = params_in(optimizer.param_groups)
+    params = params_of(optimizer.param_groups)
     if params and is_dtensor(params[0]):
         count_step(optimizer)
     sharded = [param for param in params if getattr(param, SHARDED, False)]

@@ -33,11 +33,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._optimizers.modules import INNER, ModuleWrapper, plain_name
-from manyhands._optimizers.wrappers import wrapped_attribute
+from manyhands._optimizers.wrappers import params_of, wrapped_attribute
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.flat import is_dtensor, local_shard
 from manyhands._tensors.trees import tree_map_tensors
-from manyhands.sharding._agreement import params_in, wait_for_all_ranks
+from manyhands.sharding._agreement import wait_for_all_ranks
 from manyhands.sharding.fsdp._engine import Engine
 from manyhands.sharding.fsdp._places import Place, Places, children, distinct_params, named_params
 
@@ -308,7 +308,7 @@ class Wrap(ModuleWrapper):
         state["state"] = {index: dict(each) for index, each in state["state"].items()}
         names = {id(param): name for name, param in self.named_parameters()}
         state["param_id_map"] = {}
-        for i, param in enumerate(params_in(optim.param_groups)):
+        for i, param in enumerate(params_of(optim.param_groups)):
             if id(param) in names:
                 state["param_id_map"][names[id(param)]] = i
         return state

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
+from manyhands._optimizers.optimizers import choose_layout
 from manyhands._optimizers.state_parts import (
     OptimizerStatePart,
     ReplicatedState,
     options_of,
 )
-from manyhands._optimizers.wrappers import ParamGroup
+from manyhands._optimizers.wrappers import ParamGroup, params_of
 from manyhands._ranks.agreement import agree
 from manyhands._ranks.ranks import RankGroup, rank_group_of
 from manyhands._tensors.flat import DTensorShards, is_dtensor, local_shard
@@ -34,11 +35,9 @@ from manyhands.sharding._agreement import (
     ADVICE,
     GroupLike,
     facts_of_groups,
-    params_in,
 )
 from manyhands.sharding._divided import DividedOptimizer, check_params_and_class, copy_options
 from manyhands.sharding.zero._layout import deal_out
-from manyhands.sharding.zero._slice_optimizer import choose_layout
 
 BUCKET = 2**24  # elements sent together
 TAG = 28_103  # of messages between ranks; unlikely in users' code
@@ -86,7 +85,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         self.optimizer_arguments = dict(defaults)
         self._inner: Any = None
         super().__init__(params, {})
-        given = params_in(self.param_groups)
+        given = params_of(self.param_groups)
         self._workers = _ranks_of_copy(given) or rank_group_of(given, group)
         self.group = self._workers.group
         _check_sharded(given, self._workers)

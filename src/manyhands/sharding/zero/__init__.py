@@ -3,8 +3,7 @@
 In reading order:
 
 _layout.py           integers: the owner of each element
-_flat_params.py      tensors: parameters as views of flat memory, cut into slices
-_slice_optimizer.py  the user's optimizer class: choice of layout, steps on slices
+_flat_params.py      tensors: parameters as views of flat memory, cut into slices; a step on slices
 _ddp.py              the module around the model: buffers and `no_sync`
 _reducer.py          backward: gradients into buckets, buckets to owners
 _oss.py              the public optimizer: a step on this rank's slices, then an all_gather

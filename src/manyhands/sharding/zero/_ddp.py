@@ -19,11 +19,11 @@ from manyhands._optimizers.modules import (
     check_not_averaged_inside,
     inside_ddp,
 )
-from manyhands._optimizers.wrappers import wrapped_attribute
+from manyhands._optimizers.wrappers import params_of, wrapped_attribute
 from manyhands._ranks.agreement import agree
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._warn import warn
-from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_model, params_in
+from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_model
 from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._oss import OSS, find_oss
 from manyhands.sharding.zero._reducer import Reducer
@@ -256,7 +256,7 @@ def check_module_and_oss(
             raise ValueError("the process group differs from the optimizer's. Pass OSS this group.")
     held: set[int] = set()
     for one in optimizers:
-        held.update(map(id, params_in(one.param_groups)))
+        held.update(map(id, params_of(one.param_groups)))
     left_out = []
     inside = set()
     for name, param in module.named_parameters():

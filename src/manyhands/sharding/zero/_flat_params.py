@@ -7,8 +7,8 @@ Tensors
 
 Trained and frozen parameters have separate buffers, so that frozen parameters are not sent.
 
-In a step, `gradient` returns a slice's part of `param.grad`, the optimizer updates `slice.data` in
-place, `start_all_gather` sends slices, and `wait` completes the parameters.
+In a step, `gradient` returns a slice's part of `param.grad`, the user's optimizer updates
+`slice.data` in place, slices are sent, and `wait` completes the parameters.
 
 On a single rank, slices are the unmoved parameters.
 """
@@ -18,18 +18,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from manyhands._optimizers.optimizers import traits_of
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._ranks.slices import check_on_cpu
 from manyhands._tensors.flat import flatten, unflatten
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._layout import ParamRange
+
+PARTS = 4  # of a step
 
 Kind: TypeAlias = tuple[torch.dtype, torch.device]  # parameters of equal kind share buffers
 
@@ -190,7 +195,7 @@ class Shards:
         return held
 
     @property
-    def to_step(self) -> list[FlatBucket]:
+    def _to_step(self) -> list[FlatBucket]:
         """The buckets to step, approximately in forward order."""
         chosen = []
         for bucket in self.buckets:
@@ -251,9 +256,34 @@ class Shards:
             return grad
         return flatten(grad, param)[owned.start : owned.stop]
 
-    # -- parameters before and after a step ----------------------------------------------------
+    # -- a step --------------------------------------------------------------------------------
 
-    def start_all_gather(self, buckets: Sequence[FlatBucket]) -> None:
+    def step(self, optim: Optimizer, **kwargs: Any) -> None:
+        """Step the slices. Each part of the buckets is sent during the step of the next part."""
+        for buckets in self._parts_of_step(optim):
+            slices = [owned for bucket in buckets for owned, _ in bucket.slices]
+            try:
+                for owned in slices:
+                    owned.data.grad = self.gradient(owned)
+                optim.step(**kwargs)
+            finally:
+                for owned in slices:
+                    owned.data.grad = None
+            self._start_all_gather(buckets)
+
+    def _parts_of_step(self, optim: Optimizer) -> list[list[FlatBucket]]:
+        buckets = self._to_step
+        # A step hook, or an unknown optimizer, would notice repeated calls per step.
+        hooks = optim._optimizer_step_pre_hooks or optim._optimizer_step_post_hooks
+        global_hooks = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        if hooks or global_hooks or not traits_of(type(optim)).elementwise:
+            return [buckets]
+        if self.workers.shared_memory is not None:  # no messages to overlap
+            return [buckets]
+        size = max(-(-len(buckets) // PARTS), 1)
+        return [buckets[i : i + size] for i in range(0, len(buckets), size)]
+
+    def _start_all_gather(self, buckets: Sequence[FlatBucket]) -> None:
         memory = self.workers.shared_memory
         if memory is not None:
             barrier = memory.barrier()
@@ -265,7 +295,7 @@ class Shards:
     def wait(self) -> None:
         # Autograd detects a backward through old values by versions, which writes to `data` do not
         # change.
-        params = [self.params[place.param] for b in self.to_step for place in b.layout.ranges]
+        params = [self.params[place.param] for b in self._to_step for place in b.layout.ranges]
         torch.autograd.graph.increment_version(params)
         for gather in self._gathers:
             gather.wait()

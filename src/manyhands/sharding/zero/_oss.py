@@ -4,7 +4,6 @@ A step, in order
     options     copy learning rates etc. from `param_groups`, which schedulers change
     gradients   give each slice the matching part of `param.grad` (`_flat_params.py`)
     step        update this rank's slices with `optim`, an instance of the user's optimizer class
-                (`_slice_optimizer.py`)
     gather      exchange slices of the flat parameters with all ranks
 
 `_state.py` saves and loads.
@@ -24,6 +23,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from manyhands._arguments import whole
 from manyhands._optimizers.modules import ParallelModules
+from manyhands._optimizers.optimizers import choose_layout
 from manyhands._optimizers.state_parts import (
     OptimizerStatePart,
     SavedState,
@@ -46,7 +46,6 @@ from manyhands.sharding._gradients import clip
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._reducer import Reducer
-from manyhands.sharding.zero._slice_optimizer import choose_layout, step_slices
 
 
 @dataclass
@@ -280,7 +279,7 @@ class OSS(DividedOptimizer):
         self._parallel.check_not_joined(type(self).__name__)
         self.join_in()
         self._check_averaged()
-        step_slices(self.optim, self._shards, **kwargs)
+        self._shards.step(self.optim, **kwargs)
         if self._run.reducer is not None:
             self._run.reducer.forget(self._shards)
         with explained(self._workers):

@@ -28,11 +28,12 @@ from manyhands._optimizers.state_parts import (
     OptimizerStatePart,
     SavedState,
     common_state,
+    is_elementwise,
     options_of,
 )
+from manyhands._optimizers.wrappers import params_of
 from manyhands._ranks.agreement import run_on_all
 from manyhands._tensors.flat import check_own_shards, flatten, unflatten
-from manyhands.sharding._agreement import params_in
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
 SMALL = 8  # elements
@@ -152,7 +153,7 @@ def cut_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> St
     """
     _check_plain_state_dict(state_dict, groups, shards)
     saved = state_dict["state"]
-    keys = params_in(state_dict["param_groups"])
+    keys = params_of(state_dict["param_groups"])
     if shards.workers.size == 1:
         return copy.deepcopy(dict(state_dict))
     state: dict[Any, ParamState] = copy.deepcopy(common_state(state_dict))
@@ -192,9 +193,7 @@ def slice_state(entries: Mapping[str, object], owned: ParamSlice, param: Tensor)
     state: ParamState = {}
     for name, value in entries.items():
         if isinstance(value, Tensor):
-            # "step" without dimensions counts the parameter's steps, even if the shapes match.
-            cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
-            if cut and not owned.whole:
+            if is_elementwise(name, value, param) and not owned.whole:
                 value = flatten(value, param)[owned.start : owned.stop]
             value = value.clone()
         state[name] = value
@@ -218,7 +217,7 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
             "parameter groups. Pass the dict as it was saved."
         )
     cut = shards.even and shards.workers.size > 1
-    numbers = params_in(state_dict["param_groups"])
+    numbers = params_of(state_dict["param_groups"])
     for number, param in zip(numbers, shards.params, strict=True):
         for name, value in state_dict["state"].get(number, {}).items():
             if not isinstance(value, Tensor) or value.shape == param.shape:

@@ -18,14 +18,18 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from manyhands._arguments import instance, one_of, shown
-from manyhands._optimizers.optimizers import StateSizes, constructor_arguments, traits_of
+from manyhands._optimizers.optimizers import (
+    StateSizes,
+    choose_layout,
+    constructor_arguments,
+    traits_of,
+)
 from manyhands._optimizers.several import optimizers_in
 from manyhands._optimizers.state_parts import ShardedOptimizer, options_of
 from manyhands._optimizers.wrappers import unwrap
 from manyhands._ranks.ranks import SENT_ALONE
 from manyhands._tensors.trees import tree_map_tensors
 from manyhands.sharding.fsdp._wrapping import Policy, default_auto_wrap_policy, pick_modules
-from manyhands.sharding.zero._slice_optimizer import choose_layout
 from manyhands.tools.plan._costs import ModelSizes, OptimizerParams, ParamSize, WrapParams
 
 OneOptimizer: TypeAlias = str | type[Optimizer] | Optimizer
