@@ -96,10 +96,7 @@ class Cell:
         places = 2 if self.workload.higher_is_better else 3
         parts = [self.fate()] if self.fate() else []
         good = self.good
-        if len(good) > 1:
-            spread = f" ± {statistics.stdev(good):.{places}f}"
-        else:
-            spread = ""
+        spread = f" ± {statistics.stdev(good):.{places}f}" if len(good) > 1 else ""
         if good:
             parts.append(f"{statistics.mean(good):.{places}f}{spread}")
         return "; ".join(parts)

@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -230,18 +231,6 @@ def accelerate_loop(start: Start, record: Record, **options: bool) -> Model:
     return net
 
 
-def accelerate_skip(start: Start, record: Record) -> Model:
-    return accelerate_loop(start, record)
-
-
-def accelerate_seedable(start: Start, record: Record) -> Model:
-    return accelerate_loop(start, record, use_seedable_sampler=True)
-
-
-def accelerate_stateful(start: Start, record: Record) -> Model:
-    return accelerate_loop(start, record, use_stateful_dataloader=True)
-
-
 def accelerate_cursor(start: Start, record: Record) -> Model:
     """Use Accelerate with the recipe of docs/integrations/accelerate.md."""
     from accelerate import Accelerator
@@ -301,10 +290,6 @@ def trainer(start: Start, record: Record, with_cursor: bool = False) -> Model:
     return net
 
 
-def trainer_cursor(start: Start, record: Record) -> Model:
-    return trainer(start, record, with_cursor=True)
-
-
 def cursor_loop(start: Start, record: Record) -> Model:
     """Use `mh.Cursor`, `mh.save` and `mh.load`."""
     net, optimizer = make_model()
@@ -326,12 +311,12 @@ def cursor_loop(start: Start, record: Record) -> Model:
 METHODS: dict[str, Callable[[Start, Record], Model]] = {
     "`DataLoader`, batches skipped": skip_batches,
     "`StatefulDataLoader`": stateful_loader,
-    "Accelerate, `skip_first_batches`": accelerate_skip,
-    "Accelerate, `use_seedable_sampler`": accelerate_seedable,
-    "Accelerate, `use_stateful_dataloader`": accelerate_stateful,
+    "Accelerate, `skip_first_batches`": accelerate_loop,
+    "Accelerate, `use_seedable_sampler`": partial(accelerate_loop, use_seedable_sampler=True),
+    "Accelerate, `use_stateful_dataloader`": partial(accelerate_loop, use_stateful_dataloader=True),
     "Accelerate, `mh.Cursor`": accelerate_cursor,
     "Trainer": trainer,
-    "Trainer, `mh.Cursor`": trainer_cursor,
+    "Trainer, `mh.Cursor`": partial(trainer, with_cursor=True),
     "`mh.Cursor`": cursor_loop,
 }
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -19,6 +20,9 @@ from helpers.lightning_runs import import_lightning
 from manyhands import AdaScale  # noqa: F401  # with all names, so that no rank imports them
 from manyhands.adaptdl import _adaptive_loader
 from manyhands.engines._stopping import listener
+
+if TYPE_CHECKING:
+    from helpers.crew_workers import Store
 
 # The same examples in every run, and as much time as a busy machine needs for one.
 hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
@@ -128,3 +132,12 @@ def _epochs(monkeypatch: pytest.MonkeyPatch) -> None:
 def lightning() -> ModuleType:
     """Lightning, imported before the ranks are forked."""
     return import_lightning()
+
+
+@pytest.fixture
+def store() -> Iterator["Store"]:
+    """The store of a crew, in a process of its own."""
+    from helpers.crew_workers import Store  # which gives all processes a secret
+
+    with Store() as store:
+        yield store

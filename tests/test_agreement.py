@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks
 from manyhands._ranks.agreement import agree, describe_tensors, names_in
 from manyhands._ranks.ranks import RankGroup
 
@@ -110,23 +110,19 @@ def test_rules_and_the_noise_scale_refuse_it_as_well(make, mistake):
     raises_on_ranks(2, ValueError, wrap, match=rf"first that differs is {where}: rank|number of")
 
 
+@on_ranks(2)
 def test_what_differs_and_does_no_harm_is_no_error():
     """Strides of a dimension of one element, and names of which those of the other know nothing."""
-
-    def check():
-        rank = dist.get_rank()
-        odd = torch.ones(4, 1, 3).as_strided((4, 1, 3), (3, 7 if rank else 3, 1))
-        assert odd.is_contiguous()
-        one = torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last)
-        two = one.as_strided(one.shape, (5 if rank else 48, *one.stride()[1:]))
-        workers = RankGroup.of()
-        facts = {"parameters": describe_tensors([odd, two])}
-        agree(workers, facts, "", names={"parameters": ["a", "b"] if rank else []})
-        other = {"parameters": ["a", "b"] if rank else ["module.a", "module.b"]}
-        agree(workers, facts, "", names=other)
-        return True
-
-    assert run_ranks(2, check) == [True, True]
+    rank = dist.get_rank()
+    odd = torch.ones(4, 1, 3).as_strided((4, 1, 3), (3, 7 if rank else 3, 1))
+    assert odd.is_contiguous()
+    one = torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last)
+    two = one.as_strided(one.shape, (5 if rank else 48, *one.stride()[1:]))
+    workers = RankGroup.of()
+    facts = {"parameters": describe_tensors([odd, two])}
+    agree(workers, facts, "", names={"parameters": ["a", "b"] if rank else []})
+    other = {"parameters": ["a", "b"] if rank else ["module.a", "module.b"]}
+    agree(workers, facts, "", names=other)
 
 
 def test_the_device_counts_by_its_type_and_by_who_shares_it():
@@ -136,13 +132,10 @@ def test_the_device_counts_by_its_type_and_by_who_shares_it():
     assert describe_tensors([sparse]) == ["(2, 2) float32 on cpu as sparse_coo"]
 
 
+@on_ranks(3, raises=ValueError, match="different numbers of buffers: rank 0: 1; ranks 1, 2: 2")
 def test_numbers_of_tensors_that_differ():
-    def check():
-        tensors = [torch.ones(2)] * (1 + (dist.get_rank() > 0))
-        agree(RankGroup.of(), {"buffers": describe_tensors(tensors)}, "")
-
-    match = "different numbers of buffers: rank 0: 1; ranks 1, 2: 2"
-    raises_on_ranks(3, ValueError, check, match=match)
+    tensors = [torch.ones(2)] * (1 + (dist.get_rank() > 0))
+    agree(RankGroup.of(), {"buffers": describe_tensors(tensors)}, "")
 
 
 def test_names_are_those_of_the_model_that_was_wrapped():

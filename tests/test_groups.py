@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from helpers.pages import ROOT
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from manyhands._ranks import groups
 from manyhands._ranks.groups import (
     TCP_CLOSE,
@@ -118,39 +118,31 @@ def test_what_is_dropped_leaves_no_descriptors_and_no_threads(make):
         assert after <= before
 
 
+@on_ranks(2)
 def test_sixty_constructions_fit_into_the_descriptors_of_a_few():
-    def work():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-        for _ in range(60):
-            train(adascale, 1)
-            settled(descriptors, 96)  # groups end in threads, which wait for a busy processor
-        return True
-
-    assert run_ranks(2, work) == [True, True]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+    for _ in range(60):
+        train(adascale, 1)
+        settled(descriptors, 96)  # groups end in threads, which wait for a busy processor
 
 
+@on_ranks(4)
 def test_a_group_that_one_rank_drops_at_once_is_whole_on_the_others():
-    def work():
-        for _ in range(20):
-            optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-            mh.AdaScale(optimizer)  # and drop it
-        return True
-
-    assert run_ranks(4, work) == [True] * 4
+    for _ in range(20):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        mh.AdaScale(optimizer)  # and drop it
 
 
+@on_ranks(2)
 def test_a_rank_that_drops_its_rule_later_than_the_others_finds_them_again():
-    def work():
-        kept = [train(adascale)]
-        if dist.get_rank() == 1:
-            kept.clear()
-            gc.collect()
-        _, second = train(adascale)
+    kept = [train(adascale)]
+    if dist.get_rank() == 1:
         kept.clear()
-        _, third = train(adascale)
-        return [round(second.gain(), 6), round(third.gain(), 6)]
-
-    assert run_ranks(2, work) == [[1.0, 1.0]] * 2
+        gc.collect()
+    _, second = train(adascale)
+    kept.clear()
+    _, third = train(adascale)
+    assert [round(second.gain(), 6), round(third.gain(), 6)] == [1.0, 1.0]
 
 
 def test_a_drop_does_not_wait_for_what_others_have_not_sent():
@@ -222,20 +214,18 @@ def test_python_does_not_end_while_a_sync_round_is_in_cpp(tmp_path):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@on_ranks(2)
 def test_a_new_world_after_the_old_one_gets_new_groups():
-    def work():
-        kept = train(adascale)
-        store = dist.distributed_c10d._get_default_store()
-        rank, size = dist.get_rank(), dist.get_world_size()
-        dist.barrier()
-        dist.destroy_process_group()
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size
-        )
-        _, optimizer = train(adascale)
-        return [round(optimizer.gain(), 6), len(kept)]
-
-    assert run_ranks(2, work) == [[1.0, 2]] * 2
+    kept = train(adascale)
+    store = dist.distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size
+    )
+    _, optimizer = train(adascale)
+    assert [round(optimizer.gain(), 6), len(kept)] == [1.0, 2]
 
 
 @pytest.fixture
@@ -373,29 +363,26 @@ def test_a_connection_that_the_other_side_has_reset_does_not_keep_the_next_one_o
             assert peers[1].recv(1) == b""
 
 
+@on_ranks(4)
 def test_groups_end_while_forked_processes_have_copies_of_their_sockets():
     """As the workers of a DataLoader: gloo aborted the process that closed such a group."""
-
-    def work():
-        children = []
-        for _ in range(15):
-            ranks = RankGroup.of().with_cpu_group(pairs=True)
-            if dist.get_rank() > 0:  # rank 0's connections really end when it closes them
-                child = os.fork()
-                if child == 0:
-                    time.sleep(60)
-                    os._exit(0)
-                children.append(child)
-            dist.barrier()  # all ranks drop the group together
-            del ranks
-        left = settled(lambda: sum(t.name == "manyhands end" for t in threading.enumerate()), 0)
-        dist.barrier()
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        return left
-
-    assert run_ranks(4, work) == [0] * 4
+    children = []
+    for _ in range(15):
+        ranks = RankGroup.of().with_cpu_group(pairs=True)
+        if dist.get_rank() > 0:  # rank 0's connections really end when it closes them
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            children.append(child)
+        dist.barrier()  # all ranks drop the group together
+        del ranks
+    left = settled(lambda: sum(t.name == "manyhands end" for t in threading.enumerate()), 0)
+    dist.barrier()
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert left == 0
 
 
 def test_looking_for_sockets_keeps_the_locks_of_files(tmp_path):

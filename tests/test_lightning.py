@@ -16,18 +16,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import manyhands as mh
 from helpers import lightning_runs
-from helpers.lightning_runs import (
-    MARKS,
-    cosine,
-    data,
-    loss_of,
-    net,
-    own_loader,
-    trainer_of,
-    values,
-)
+from helpers.lightning_runs import MARKS, cosine, data, loss_of, net, own_loader, trainer_of, values
 from helpers.pages import ROOT, run_page
-from helpers.ranks import as_under_torchrun, raises_on_ranks, run_ranks
+from helpers.ranks import as_under_torchrun, on_ranks, raises_on_ranks, run_ranks
 
 pytestmark = MARKS
 
@@ -211,6 +202,7 @@ def test_progress_ends_the_training():
     assert rate == 0.0
 
 
+@on_ranks(1)
 def test_what_is_asked_of_and_set_on_lightnings_optimizer_is_the_rules():
     def training_step(self, batch, i):
         optimizer = self.optimizers()
@@ -220,21 +212,17 @@ def test_what_is_asked_of_and_set_on_lightnings_optimizer_is_the_rules():
         if i == 3:
             optimizer.set_progress(100.0)
 
-    def train():
-        module = module_of(RULES["AdaScale"], 1, training_step=training_step)
-        module.automatic_optimization = False
-        trainer_of(max_epochs=1).fit(module, *loaders())
-        used, rule = module.optimizers(), module.optimizers().optimizer
-        return used.progress, rule.progress, used.snapshot() == rule.snapshot()
-
-    assert run_ranks(1, train) == [(104.0, 104.0, True)]
+    module = module_of(RULES["AdaScale"], 1, training_step=training_step)
+    module.automatic_optimization = False
+    trainer_of(max_epochs=1).fit(module, *loaders())
+    used, rule = module.optimizers(), module.optimizers().optimizer
+    assert used.progress == rule.progress == 104.0
+    assert used.snapshot() == rule.snapshot()
 
 
+@on_ranks(1, raises=RuntimeError, match=r"step\(\) after 2 of 3 backward passes")
 def test_fewer_passes_at_the_end_of_an_epoch_are_an_error():
-    def train():
-        fit(RULES["AdaScale"], 3, "32-true", None)
-
-    raises_on_ranks(1, RuntimeError, train, match=r"step\(\) after 2 of 3 backward passes")
+    fit(RULES["AdaScale"], 3, "32-true", None)
 
 
 def half(**methods):

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from manyhands import adaptdl
 from manyhands._arguments import shown
 
@@ -151,11 +151,9 @@ def test_a_value_in_a_message_is_short():
     assert shown(object()) == "object"
 
 
+@on_ranks(2, raises=(TypeError, ValueError), match="DataLoader", timeout=20)
 def test_a_loader_on_one_rank_is_an_error_on_all():
-    def make():
-        mh.Cursor(loader() if dist.get_rank() else DATA, batch_size=4)
-
-    raises_on_ranks(2, (TypeError, ValueError), make, match="DataLoader", timeout=20)
+    mh.Cursor(loader() if dist.get_rank() else DATA, batch_size=4)
 
 
 # -- sharding --------------------------------------------------------------------------------------
@@ -181,12 +179,10 @@ ADVICE = r"^4 tensors of the model, such as 0.weight, are on the meta device.*lo
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("level", ["auto", 0, 1, 2, 3])
+@on_ranks("ranks", raises=RuntimeError, match=ADVICE, timeout=20)
 def test_a_model_without_memory_is_told_how_to_get_it(level, ranks):
-    def train():
-        sharded, _ = on_meta(level)
-        sharded(torch.ones(1, 2))
-
-    raises_on_ranks(ranks, RuntimeError, train, match=ADVICE, timeout=20)
+    sharded, _ = on_meta(level)
+    sharded(torch.ones(1, 2))
 
 
 def test_sharded_data_parallel_of_a_model_without_memory():

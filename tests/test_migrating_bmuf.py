@@ -19,7 +19,7 @@ from helpers.blocks_oracle import assert_fairseqs_values
 from helpers.bmuf import fairseq_bmuf
 from helpers.fairseq_bmuf import Amp, Half, WrittenOut
 from helpers.pages import blocks
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from manyhands.fairseq import FairseqBMUFConfig
 
 from test_migrating import (  # isort: skip
@@ -185,14 +185,12 @@ def test_momentum_at_the_end_of_the_warm_up_after_a_load(side, expected):
 
 
 @both_sides(original=0.1, ours=0.05)
+@on_ranks(2)
 def test_the_rate_after_the_warm_up(side, expected):
-    def rate():
-        _, optimizer = blocks_of(side, SMALL, 1)
-        optimizer.set_lr(0.05)
-        step_along(optimizer, parameters(), 2)
-        return optimizer.param_groups[0]["lr"]
-
-    assert run_ranks(2, rate) == [expected] * 2
+    _, optimizer = blocks_of(side, SMALL, 1)
+    optimizer.set_lr(0.05)
+    step_along(optimizer, parameters(), 2)
+    assert optimizer.param_groups[0]["lr"] == expected
 
 
 @both_sides(original=1.0, ours=0.0)
@@ -331,21 +329,19 @@ def test_two_groups_of_two_workers(side, expected):
 
 @pytest.mark.filterwarnings("ignore")  # the profiler's
 @both_sides(original=["c10d::allreduce_"] * 20, ours=["c10d::allreduce_"])
+@on_ranks(2)
 def test_what_is_sent_in_a_sync_round_about_20_tensors(side, expected):
-    def count():
-        params = [nn.Parameter(torch.ones(3)) for _ in range(20)]
-        options = {**NOW, "global_sync_iter": 1}
-        if side == "ours":
-            options["shared_memory"] = False  # as on several hosts: on one it sends nothing
-        optimizer = maker(side)(SGD(params, lr=0.1), **options)
-        for param in params:
-            param.grad = torch.ones(3)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            optimizer.step()
-        names = [event.name for event in profile.events()]
-        return [n for n in names if n.startswith("c10d::") and n != "c10d::recv_"]
-
-    assert run_ranks(2, count) == [expected] * 2
+    params = [nn.Parameter(torch.ones(3)) for _ in range(20)]
+    options = {**NOW, "global_sync_iter": 1}
+    if side == "ours":
+        options["shared_memory"] = False  # as on several hosts: on one it sends nothing
+    optimizer = maker(side)(SGD(params, lr=0.1), **options)
+    for param in params:
+        param.grad = torch.ones(3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    names = [event.name for event in profile.events()]
+    assert [n for n in names if n.startswith("c10d::") and n != "c10d::recv_"] == expected
 
 
 def difference_from_nesterov(side, **form):
@@ -391,13 +387,11 @@ def test_one_of_torchs_schedulers(side, expected):
 
 
 @both_sides(original=None, ours=3.0)
+@on_ranks(2)
 def test_the_closures_loss(side, expected):
-    def step():
-        params = parameters()
-        optimizer = maker(side)(SGD(params, lr=0.1), **NOW)
-        return optimizer.step(lambda: 3.0)
-
-    assert run_ranks(2, step) == [expected] * 2
+    params = parameters()
+    optimizer = maker(side)(SGD(params, lr=0.1), **NOW)
+    assert optimizer.step(lambda: 3.0) == expected
 
 
 @both_sides(original=[True, True], ours=[False, False])

@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.programs import run_programs
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from manyhands._ranks import presence
 from manyhands._ranks.presence import RollCall
 from manyhands._ranks.standstill import Standstill
@@ -214,15 +214,13 @@ def test_the_error_of_a_rank_that_has_failed_is_shown_by_those_that_lose_it(tmp_
         assert "RuntimeError: rank 1 has failed: ValueError: a bad sample" in ended[rank].said
 
 
+@on_ranks(2)
 def test_other_errors_are_left_as_they_are():
-    def ranks():
-        before = RuntimeError("no connection of ours")
-        with pytest.raises(RuntimeError) as raised, presence.explained():
-            raise before
-        assert raised.value is before
-        return presence.Presence(dist.distributed_c10d._get_default_store()).find_ended([0, 1])
-
-    assert run_ranks(2, ranks) == [[], []]
+    before = RuntimeError("no connection of ours")
+    with pytest.raises(RuntimeError) as raised, presence.explained():
+        raise before
+    assert raised.value is before
+    assert presence.Presence(dist.distributed_c10d._get_default_store()).find_ended([0, 1]) == []
 
 
 # -- ranks that wait elsewhere ---------------------------------------------------------------------

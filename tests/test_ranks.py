@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.ranks import RanksFailed, raises_on_ranks, run_ranks
+from helpers.ranks import RanksFailed, on_ranks, raises_on_ranks, run_ranks
 
 
 def test_results_come_in_rank_order():
@@ -24,19 +24,6 @@ def test_results_come_in_rank_order():
         assert got == rank
         assert tensor.tolist() == [rank, rank]
         assert rest == {"loss": 0.5, "note": None}
-
-
-def test_ranks_share_a_group_and_take_arguments():
-    def total(x, *, factor):
-        t = torch.tensor(factor * x * (dist.get_rank() + 1))
-        dist.all_reduce(t)
-        return t.item()
-
-    assert run_ranks(3, total, 0.5, factor=2.0) == [6.0, 6.0, 6.0]
-
-
-def test_one_rank_is_a_group_too():
-    assert run_ranks(1, dist.get_world_size) == [1]
 
 
 def test_backward_in_the_parent_does_not_keep_the_ranks_from_backward():
@@ -209,6 +196,24 @@ def test_raises_on_ranks_fails_if_one_rank_hangs():
 
     with pytest.raises(RanksFailed, match="1 of 2 ranks did not finish within 1 s"):
         raises_on_ranks(2, RuntimeError, fails_on_zero, timeout=1)
+
+
+def test_a_decorated_test_runs_and_fails_on_its_ranks():
+    @on_ranks("size")
+    def fails_on_the_last(size):
+        assert dist.get_world_size() == size
+        assert dist.get_rank() < 2, "the last"
+
+    @on_ranks(2, raises=ValueError, match="one")
+    def raises(text):
+        raise ValueError(text)
+
+    fails_on_the_last(size=2)
+    with pytest.raises(RanksFailed, match=r"(?s)1 of 3 ranks failed.*the last"):
+        fails_on_the_last(size=3)
+    raises(text="one")
+    with pytest.raises(RanksFailed, match="2 of 2 ranks did not raise ValueError matching 'one'"):
+        raises(text="two")
 
 
 @given(st.floats(0, 1))

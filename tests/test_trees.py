@@ -14,7 +14,7 @@ from torch.optim import SGD
 import manyhands as mh
 from helpers import containers
 from helpers.containers import MAKE, ModelOutput, tensors_of
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from manyhands import adaptdl
 from manyhands._tensors.trees import as_type, tensors_in, tree_map_tensors
 
@@ -163,6 +163,7 @@ def test_containers_go_through_a_wrapper_unchanged_in_type(wrap, workers):
     run_ranks(workers, run)
 
 
+@on_ranks(2)
 def test_one_tensor_given_several_times_stays_one():
     """torch's attention asks whether query, key and value are one."""
 
@@ -171,37 +172,30 @@ def test_one_tensor_given_several_times_stays_one():
             assert query is key is value
             return super().forward(query)
 
-    def run():
-        model = mh.FSDP(Same(4, 4))
-        x = torch.ones(2, 4, requires_grad=True)
-        model(x, x, value=x).sum().backward()
-        torch.testing.assert_close(x.grad, model.state_dict()["weight"].sum(0).expand(2, 4))
-
-    run_ranks(2, run)
+    model = mh.FSDP(Same(4, 4))
+    x = torch.ones(2, 4, requires_grad=True)
+    model(x, x, value=x).sum().backward()
+    torch.testing.assert_close(x.grad, model.state_dict()["weight"].sum(0).expand(2, 4))
 
 
+@on_ranks(2)
 def test_hooks_of_the_wrapped_module_see_what_it_takes_and_returns():
-    def run():
-        module = Boxed(ModelOutput)
-        seen = []
-        module.register_forward_pre_hook(lambda _, args: seen.append(type(args[0])))
-        module.register_forward_hook(lambda *given: seen.append(type(given[-1])))
-        model = mh.FSDP(module)
-        module.register_forward_pre_hook(lambda _, args: seen.append(type(args[0])))
-        module.register_forward_hook(lambda *given: seen.append(type(given[-1])))
-        model(OrderedDict(first=torch.ones(2, 4)))
-        assert seen == [OrderedDict, OrderedDict, ModelOutput, ModelOutput]
-
-    run_ranks(2, run)
+    module = Boxed(ModelOutput)
+    seen = []
+    module.register_forward_pre_hook(lambda _, args: seen.append(type(args[0])))
+    module.register_forward_hook(lambda *given: seen.append(type(given[-1])))
+    model = mh.FSDP(module)
+    module.register_forward_pre_hook(lambda _, args: seen.append(type(args[0])))
+    module.register_forward_hook(lambda *given: seen.append(type(given[-1])))
+    model(OrderedDict(first=torch.ones(2, 4)))
+    assert seen == [OrderedDict, OrderedDict, ModelOutput, ModelOutput]
 
 
+@on_ranks(2, raises=TypeError, match="hides its tensor 'first'.*register_pytree_node")
 def test_a_container_that_cannot_be_looked_into_is_an_error_where_its_tensors_need_a_gradient():
-    def run():
-        mh.FSDP(Boxed(lambda first, other: types.MappingProxyType({"first": first})))(
-            {"x": torch.ones(2, 4)}
-        )
-
-    raises_on_ranks(2, TypeError, run, match="hides its tensor 'first'.*register_pytree_node")
+    mh.FSDP(Boxed(lambda first, other: types.MappingProxyType({"first": first})))(
+        {"x": torch.ones(2, 4)}
+    )
 
 
 # -- transformers itself -----------------------------------------------------------------------
@@ -289,14 +283,11 @@ def test_a_hugging_face_model_with_labels(wrap, reentrant):
     torch.testing.assert_close(mean, torch.tensor(oracle[1]), **tolerance)
 
 
+@on_ranks(2)
 def test_a_forward_of_torchs_ddp_has_the_same_types():
     """What AdaptiveDataParallel is built on keeps types by itself; this would tell if not."""
-
-    def run():
-        for name, make in MAKE.items():
-            model = DistributedDataParallel(Boxed(make))
-            assert type(model(make(torch.ones(2, 4), torch.ones(2, 4)))) is type(
-                make(torch.ones(1), torch.ones(1))
-            ), name
-
-    run_ranks(2, run)
+    for name, make in MAKE.items():
+        model = DistributedDataParallel(Boxed(make))
+        assert type(model(make(torch.ones(2, 4), torch.ones(2, 4)))) is type(
+            make(torch.ones(1), torch.ones(1))
+        ), name

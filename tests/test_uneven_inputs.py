@@ -7,7 +7,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import assert_same, copied, loss_of, make_batches, make_model
 
 STEPS = 4  # of rank 1; rank 0 has one batch less
@@ -99,16 +99,13 @@ def test_join_is_refused_when_it_is_made(way):
 
 
 @pytest.mark.parametrize("around", [oss, adascale, noise_scale])
+@on_ranks(2, raises=RuntimeError, match="does not support torch's Join", timeout=20)
 def test_a_step_inside_the_join_of_ddp_is_refused_and_does_not_hang(around):
     """Torch's own optimizers are not given to `Join`, so ours are left out of it, too."""
-
-    def mistake():
-        module = DistributedDataParallel(make_model())
-        optimizer = around(module)
-        with module.join():
-            train(module, optimizer)
-
-    raises_on_ranks(2, RuntimeError, mistake, match="does not support torch's Join", timeout=20)
+    module = DistributedDataParallel(make_model())
+    optimizer = around(module)
+    with module.join():
+        train(module, optimizer)
 
 
 @pytest.mark.parametrize("around", [oss, adascale])
@@ -164,13 +161,14 @@ def plain(steps):
 
 
 @pytest.mark.parametrize("level", [2, 3])
+@on_ranks(
+    2,
+    raises=AttributeError,
+    match="no attribute 'join', .*Give every rank the same number of batches",
+)
 def test_the_join_method_of_ddp_is_missed_with_advice(level):
-    def mistake():
-        module, _ = at_level(level)()
-        module.join()
-
-    match = "no attribute 'join', .*Give every rank the same number of batches"
-    raises_on_ranks(2, AttributeError, mistake, match=match)
+    module, _ = at_level(level)()
+    module.join()
 
 
 def test_a_join_that_is_switched_off_is_not_refused():

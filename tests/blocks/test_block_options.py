@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 
 import manyhands as mh
 from helpers.bmuf import fairseq_bmuf
-from helpers.ranks import raises_on_ranks
+from helpers.ranks import on_ranks
 from manyhands.blocks import Outer
 from manyhands.blocks._methods import BlockOptions, CommonOptions
 
@@ -89,9 +89,8 @@ def test_counts(name):
     for value in NOT_COUNTS:
         if value is None and name in ("number", "expected"):
             continue  # from the environment
-        with pytest.raises(
-            ValueError, match=f"^{name} must be a whole number of at least [01], got"
-        ):
+        message = f"^{name} must be a whole number of at least [01], got"
+        with pytest.raises(ValueError, match=message):
             COUNTS[name](value)
     for value in (2, np.int64(2), np.uint8(2), torch.tensor(2)):
         COUNTS[name](value)
@@ -101,9 +100,8 @@ def test_counts(name):
 def test_numbers(name):
     for value in NOT_NUMBERS:
         if value is not None or name not in ("inner_lr", "mix", "stall", "patience"):
-            with pytest.raises(
-                ValueError, match=f"^{name} must be a finite number (above|at least) 0"
-            ):
+            message = f"^{name} must be a finite number (above|at least) 0"
+            with pytest.raises(ValueError, match=message):
                 NUMBERS[name](value)
     for value in (0.5, np.float32(0.5), np.float64(0.5)):
         NUMBERS[name](value)
@@ -198,9 +196,6 @@ def test_a_run_goes_on_under_another_name_of_its_method():
     optimizer.load_state_dict(saved)
 
 
+@on_ranks(2, raises=ValueError, match="block_momentum: rank 0: 0.5; rank 1: 0.75")
 def test_workers_with_other_options_see_them_by_the_names_of_the_class():
-    def blocks():
-        mh.BMUF(inner(), block_momentum=0.5 + 0.25 * torch.distributed.get_rank())
-
-    match = "block_momentum: rank 0: 0.5; rank 1: 0.75"
-    raises_on_ranks(2, ValueError, blocks, match=match)
+    mh.BMUF(inner(), block_momentum=0.5 + 0.25 * torch.distributed.get_rank())

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
 from helpers.bmuf import fairseq_bmuf
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from manyhands.fairseq import FairseqBMUF, FairseqBMUFConfig
 
 NOW = {"warmup_iterations": 0}
@@ -122,8 +122,7 @@ def test_clipping_is_torchs(max_norm):
     put_gradients(plain)
     norm = optimizer.clip_grad_norm(max_norm)
     assert torch.equal(norm, nn.utils.clip_grad_norm_(plain, max_norm))
-    for param, other in zip(params, plain, strict=True):
-        assert torch.equal(param.grad, other.grad)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(params, plain, strict=True))
 
 
 def test_a_norm_of_zero_only_measures():
@@ -221,29 +220,20 @@ def test_the_count_of_steps():
     assert optimizer.get_num_updates() == 100
     optimizer.step()
     assert optimizer.get_num_updates() == 101
-    with pytest.raises(
-        ValueError, match="num_updates must be a whole number of at least 0, got -1"
-    ):
-        optimizer.set_num_updates(-1)
 
 
+@on_ranks(2, raises=RuntimeError, match="inside a block each worker has its own")
 def test_a_count_set_back_into_a_shared_warm_up_leaves_workers_apart(tmp_path):
     """A checkpoint for all of them would hold the parameters of one."""
-
-    def blocks():
-        params = parameters()
-        optimizer = fairseq_bmuf(SGD(params, lr=0.1), warmup_iterations=4, local_warmup=False)
-        for step in range(1, 6):
-            put_gradients(params, step)
-            optimizer.step()
-        optimizer.set_num_updates(0)
-        put_gradients(params)
+    params = parameters()
+    optimizer = fairseq_bmuf(SGD(params, lr=0.1), warmup_iterations=4, local_warmup=False)
+    for step in range(1, 6):
+        put_gradients(params, step)
         optimizer.step()
-        apart = dist.get_rank(), flat(params)
-        mh.save(tmp_path, model=nn.ParameterList(params), optimizer=optimizer)
-        return apart
-
-    raises_on_ranks(2, RuntimeError, blocks, match="inside a block each worker has its own")
+    optimizer.set_num_updates(0)
+    put_gradients(params)
+    optimizer.step()
+    mh.save(tmp_path, model=nn.ParameterList(params), optimizer=optimizer)
 
 
 GROWING = {"global_sync_iter": 4, "warmup_iterations": 6, "block_momentum": 0.5}
@@ -379,24 +369,22 @@ def test_the_end_of_the_warm_up(average_sync):
 LOADED = {"global_sync_iter": 4, "warmup_iterations": 2, "block_momentum": 0.5}
 
 
+@on_ranks(2)
 def test_overrides_are_options_of_the_parameter_groups():
-    def load():
-        params = parameters()
-        optimizer = fairseq_bmuf(SGD(params, lr=0.1, momentum=0.9), **LOADED)
-        for step in range(1, 7):
-            put_gradients(params, step)
-            optimizer.step()
-        state = copy.deepcopy(optimizer.state_dict())
-        changed = fairseq_bmuf(SGD(params, lr=1.0), **LOADED)
-        changed.load_state_dict(state, optimizer_overrides={"lr": 0.05})
-        same = fairseq_bmuf(SGD(params, lr=1.0), **LOADED)
-        same.load_state_dict(state)
-        return [
-            (made.get_lr(), made.param_groups[0]["momentum"], made.get_num_updates())
-            for made in (changed, same)
-        ]
-
-    assert run_ranks(2, load) == [[(0.05, 0.9, 6), (0.1, 0.9, 6)]] * 2
+    params = parameters()
+    optimizer = fairseq_bmuf(SGD(params, lr=0.1, momentum=0.9), **LOADED)
+    for step in range(1, 7):
+        put_gradients(params, step)
+        optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    changed = fairseq_bmuf(SGD(params, lr=1.0), **LOADED)
+    changed.load_state_dict(state, optimizer_overrides={"lr": 0.05})
+    same = fairseq_bmuf(SGD(params, lr=1.0), **LOADED)
+    same.load_state_dict(state)
+    assert [
+        (made.get_lr(), made.param_groups[0]["momentum"], made.get_num_updates())
+        for made in (changed, same)
+    ] == [(0.05, 0.9, 6), (0.1, 0.9, 6)]
 
 
 def test_the_options_of_now_override_those_that_were_saved():

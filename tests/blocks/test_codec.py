@@ -5,12 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.blocks.averaging._codec import (
-    CODECS,
-    Integers,
-    Ternary,
-    encode_with_residual,
-)
+from manyhands.blocks.averaging._codec import CODECS, Integers, Ternary, encode_with_residual
 
 pytestmark = pytest.mark.quick
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from helpers.crew_workers import SECRET, Store, Workers
+from helpers.crew_workers import SECRET, Workers
 from manyhands._ranks import groups
 from manyhands._ranks.ranks import RankGroup
 from manyhands.blocks.averaging._round import BackgroundSync
@@ -26,12 +26,6 @@ from manyhands.blocks.crew._store import Signer
 from manyhands.errors import CrewFinished, StoreLost
 
 AT_ONCE = 3.0  # seconds in which the others go on when a death is reported; unreported: 5
-
-
-@pytest.fixture
-def store():
-    with Store() as store:
-        yield store
 
 
 def kill_at(place, number, rounds):

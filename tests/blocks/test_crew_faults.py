@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.crew_workers import Store, Workers, limit
+from helpers.crew_workers import Workers, limit
 from helpers.link import Link
 from manyhands.blocks import _sync
 from manyhands.blocks.averaging import _chunks, _round
@@ -106,12 +106,6 @@ def dies_at(place, worker, round_number):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(_chunks, "MIN_CHUNK", 1 << 16)
-
-
-@pytest.fixture
-def store():
-    with Store() as store:
-        yield store
 
 
 @pytest.mark.parametrize(

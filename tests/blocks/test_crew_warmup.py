@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import manyhands as mh
-from helpers.crew_workers import Store, Workers
+from helpers.crew_workers import Workers
 from manyhands.blocks import _sync
 from manyhands.blocks.averaging import _round
 from manyhands.blocks.crew._roster import number_of
@@ -176,12 +176,6 @@ def die_in_the_round_that_ends(warmup, before_that=lambda: None):
         return original(self, *args, **kwargs)
 
     _round.SyncRound._send = fatal
-
-
-@pytest.fixture
-def store():
-    with Store() as store:
-        yield store
 
 
 # -- a joiner --------------------------------------------------------------------------------------

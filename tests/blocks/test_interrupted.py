@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from manyhands.blocks.averaging import _round
 
 STEPS = 13
@@ -207,34 +207,29 @@ def test_the_state_that_a_reset_goes_back_to_is_saved():
         assert torch.equal(through, resumed)
 
 
+@on_ranks(2)
 def test_a_mean_goes_to_the_buffers_that_are_there_when_it_arrives():
     """A module that makes a new buffer in each step, as many do."""
-
-    def blocks():
-        model = nn.BatchNorm1d(3)
-        optimizer = mh.LocalSGD(SGD(model.parameters(), lr=0.1), every=2, overlap=1)
-        for _ in range(3):
-            model.running_mean = torch.full((3,), 1.0 + dist.get_rank())
-            for param in model.parameters():
-                param.grad = torch.zeros_like(param)
-            optimizer.step()
-        return model.running_mean.tolist()
-
-    assert run_ranks(2, blocks) == [[1.5] * 3] * 2
+    model = nn.BatchNorm1d(3)
+    optimizer = mh.LocalSGD(SGD(model.parameters(), lr=0.1), every=2, overlap=1)
+    for _ in range(3):
+        model.running_mean = torch.full((3,), 1.0 + dist.get_rank())
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    assert model.running_mean.tolist() == [1.5] * 3
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
+@on_ranks(2)
 def test_state_that_is_not_finite_is_left_out_of_the_mean(overlap):
     """The square of a gradient of 3e22 is infinite, and the step along it is not."""
-
-    def blocks():
-        param = nn.Parameter(torch.ones(3))
-        optimizer = mh.LocalSGD(Adam([param], lr=0.1), every=2, state="average", overlap=overlap)
-        for step in range(5):
-            large = dist.get_rank() == 1 and step == 0
-            param.grad = torch.full((3,), 3e22 if large else 1.0)
-            optimizer.step()
-        state = optimizer.state[param]
-        return bool(state["exp_avg_sq"].isfinite().all()), optimizer.snapshot()["left_out"]
-
-    assert run_ranks(2, blocks) == [(True, 1)] * 2
+    param = nn.Parameter(torch.ones(3))
+    optimizer = mh.LocalSGD(Adam([param], lr=0.1), every=2, state="average", overlap=overlap)
+    for step in range(5):
+        large = dist.get_rank() == 1 and step == 0
+        param.grad = torch.full((3,), 3e22 if large else 1.0)
+        optimizer.step()
+    state = optimizer.state[param]
+    assert state["exp_avg_sq"].isfinite().all()
+    assert optimizer.snapshot()["left_out"] == 1

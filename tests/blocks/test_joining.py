@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.crew_workers import Store, Workers
+from helpers.crew_workers import Workers
 from manyhands.blocks import _sync
 from manyhands.blocks.crew._enrollment import MemberFacts
 from manyhands.errors import RanksDisagree
@@ -92,12 +92,6 @@ def train(crew, log, steps, options, params, slow):
         for name, p in model.named_parameters()
     }
     log("done", **values, **{name: seen[name] for name in ("undone", "rounds", "dropped")})
-
-
-@pytest.fixture
-def store():
-    with Store() as store:
-        yield store
 
 
 BAD = [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 
 LOCAL = [1.0 - 2.0 * step for step in range(16)]
 RECORDED = {  # (delay, alpha): parameters of both layers
@@ -52,24 +52,21 @@ def step(model, optimizer, gradient):
 
 @pytest.mark.filterwarnings("ignore:in the first block all 2 workers have taken the same steps")
 @pytest.mark.parametrize(("delay", "alpha"), list(RECORDED))
+@on_ranks(2)
 def test_the_recorded_runs_of_torchft_are_reproduced(delay, alpha):
-    def run():
-        model = ones()
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        outer = {"lr": 2.0, "momentum": 0.0, "every": 6, "fragments": 2}
-        optimizer = mh.DiLoCo(inner, overlap=delay, mix=alpha, **outer)
-        # torchft sends `delay` steps before the end of a block and merges at the end. manyhands
-        # sends at the end and merges `overlap` steps later: the same run, `delay` steps later.
-        for _ in range(delay):
-            step(model, optimizer, 0.0)
-        history = []
-        for _ in range(16):
-            history.append([param.item() for param in model.parameters()])
-            step(model, optimizer, 2.0)
-        return history
-
-    for history in run_ranks(2, run):
-        assert history == [list(pair) for pair in zip(*RECORDED[delay, alpha], strict=True)]
+    model = ones()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    outer = {"lr": 2.0, "momentum": 0.0, "every": 6, "fragments": 2}
+    optimizer = mh.DiLoCo(inner, overlap=delay, mix=alpha, **outer)
+    # torchft sends `delay` steps before the end of a block and merges at the end. manyhands
+    # sends at the end and merges `overlap` steps later: the same run, `delay` steps later.
+    for _ in range(delay):
+        step(model, optimizer, 0.0)
+    history = []
+    for _ in range(16):
+        history.append([param.item() for param in model.parameters()])
+        step(model, optimizer, 2.0)
+    assert history == [list(pair) for pair in zip(*RECORDED[delay, alpha], strict=True)]
 
 
 # -- workers that differ ---------------------------------------------------------------------------

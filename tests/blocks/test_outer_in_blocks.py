@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.blocks_plain import gradient, train
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 
 from test_outer import OUTERS  # isort: skip
 
@@ -83,17 +83,15 @@ def test_blocks_equal_the_plain_loop(name):
 
 @pytest.mark.sample("Average", "BlockMomentum, nesterov", "of one's own, with two memories")
 @contract
+@on_ranks(2)
 def test_a_state_dict_continues_bitwise_in_mid_block(name):
-    def go():
-        for case in CASES:
-            whole = Run(OUTERS[name], *case)
-            whole.train(13)  # no round is in flight
-            again = Run(OUTERS[name], *case, seed=3)
-            again.model.load_state_dict(whole.model.state_dict())
-            again.optimizer.load_state_dict(whole.optimizer.state_dict())
-            assert torch.equal(again.train(6, 13), whole.train(6, 13)), case
-
-    run_ranks(2, go)
+    for case in CASES:
+        whole = Run(OUTERS[name], *case)
+        whole.train(13)  # no round is in flight
+        again = Run(OUTERS[name], *case, seed=3)
+        again.model.load_state_dict(whole.model.state_dict())
+        again.optimizer.load_state_dict(whole.optimizer.state_dict())
+        assert torch.equal(again.train(6, 13), whole.train(6, 13)), case
 
 
 @pytest.mark.sample("Average", "BlockMomentum, nesterov", "of one's own, with two memories")
@@ -117,14 +115,12 @@ def test_a_checkpoint_continues_on_more_workers_with_the_same_anchor_and_memorie
 
 
 @contract
+@on_ranks(2)
 def test_a_joiner_of_a_crew_receives_the_anchor_and_memories(name):
-    def go():
-        run, joiner = Run(OUTERS[name], 4), Run(OUTERS[name], 4, seed=3)
-        run.train(8)
-        common = run.optimizer._sync.common.pack(run.optimizer._sync.state)
-        sync = joiner.optimizer._sync
-        sync.state = sync.common.take_over(common, sync.state)
-        assert all(map(torch.equal, joiner.outer_state(), run.outer_state()))
-        assert torch.equal(joiner.values(), run.values())
-
-    run_ranks(2, go)
+    run, joiner = Run(OUTERS[name], 4), Run(OUTERS[name], 4, seed=3)
+    run.train(8)
+    common = run.optimizer._sync.common.pack(run.optimizer._sync.state)
+    sync = joiner.optimizer._sync
+    sync.state = sync.common.take_over(common, sync.state)
+    assert all(map(torch.equal, joiner.outer_state(), run.outer_state()))
+    assert torch.equal(joiner.values(), run.values())

@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.blocks_plain import gradient, train_own
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from manyhands.blocks._schedule import Schedule, Seconds
 from manyhands.blocks.averaging import _round
 from manyhands.blocks.averaging._round import Drift
@@ -63,13 +63,10 @@ class Run:
         self.seconds = lambda step: speeds[self.rank]
         self.param = nn.Parameter(start())
         options = dict(OUTER[name])
-        names = {"every": "every"}
+        options["global_sync_iter" if name == "BMUF" else "every"] = every
         if name == "BMUF":
-            names = {"every": "global_sync_iter"}
             options["warmup_iterations"] = 0
-        self.optimizer = getattr(mh, name)(
-            SGD([self.param], lr=LR), **{names["every"]: every}, **options, **more
-        )
+        self.optimizer = getattr(mh, name)(SGD([self.param], lr=LR), **options, **more)
         self.log = []  # (common count, own steps of the block, rounds) after each step
         self.seen = []
         self.blocks = []  # own steps of each block that has ended
@@ -128,15 +125,8 @@ def test_steps_of_ones_own_equal_the_plain_loop(name, more):
     for case, counted in enumerate((False, True)):
         rounds = list(zip(*(results[rank][case][1] for rank in range(3)), strict=True))
         assert rounds[0] == (4, 4, 4) and set(rounds[1:-1]) == {(8, 4, 2)}
-        plain = train_own(
-            start(),
-            gradient,
-            rounds,
-            LR,
-            name,
-            OUTER[name],
-            samples=samples if counted else None,
-        )
+        weights = {"samples": samples if counted else None}
+        plain = train_own(start(), gradient, rounds, LR, name, OUTER[name], **weights)
         near = 0.05 if "codec" in more else 1e-11
         for rank in range(3):
             torch.testing.assert_close(results[rank][case][0], plain[rank], rtol=near, atol=near)
@@ -160,15 +150,12 @@ def test_training_goes_on_while_a_mean_of_unequal_workers_is_in_flight(name):
         torch.testing.assert_close(results[rank][0][:-1], plain[rank][:-1], rtol=1e-11, atol=1e-11)
 
 
+@on_ranks(3)
 def test_equal_workers_get_the_plain_mean_bit_for_bit():
-    def both():
-        every = Seconds(8.0, first=8, own_steps=True)
-        own = Run(speeds=[1.0, 1.0, 1.0], every=every, shared_memory=False).train(30)
-        plain = Run(speeds=[1.0, 1.0, 1.0], every=8, shared_memory=False)
-        return own.seen, plain.train(30).seen
-
-    for own, plain in run_ranks(3, both):
-        assert all(map(torch.equal, own, plain))
+    every = Seconds(8.0, first=8, own_steps=True)
+    own = Run(speeds=[1.0, 1.0, 1.0], every=every, shared_memory=False).train(30)
+    plain = Run(speeds=[1.0, 1.0, 1.0], every=8, shared_memory=False).train(30)
+    assert all(map(torch.equal, own.seen, plain.seen))
 
 
 # -- what all agree on -----------------------------------------------------------------------------
@@ -251,6 +238,7 @@ def test_drift_of_weighted_workers_is_that_of_the_vectors():
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
+@on_ranks(2)
 def test_a_run_that_is_interrupted_at_every_step_is_the_run_that_is_not(overlap):
     def wavy(step):
         return SPEEDS[dist.get_rank()] * (1 + 0.2 * math.sin(step))
@@ -278,16 +266,9 @@ def test_a_run_that_is_interrupted_at_every_step_is_the_run_that_is_not(overlap)
             seen.append((run.param.detach().clone(), [repr(shown[name]) for name in names]))
         return seen
 
-    def both():
-        through, resumed = run(False), run(True)
-        assert len(through) == len(resumed)
-        return [
-            torch.equal(a, b) and one == two
-            for (a, one), (b, two) in zip(through, resumed, strict=True)
-        ]
-
-    for rank in run_ranks(2, both):
-        assert all(rank), rank
+    through, resumed = run(False), run(True)
+    for (param, shown), (same, again) in zip(through, resumed, strict=True):
+        assert torch.equal(param, same) and shown == again
 
 
 def test_all_may_continue_from_one_workers_state_and_from_a_checkpoint(tmp_path):
@@ -316,20 +297,17 @@ def test_all_may_continue_from_one_workers_state_and_from_a_checkpoint(tmp_path)
 # -- weights of samples ----------------------------------------------------------------------------
 
 
+@on_ranks(2)
 def test_samples_weigh_workers_that_take_equal_steps_too():
     """By hand: -1 on a worker with 30 samples, 1 on one with 10."""
-
-    def blocks():
-        param = nn.Parameter(torch.zeros(3))
-        optimizer = mh.LocalSGD(SGD([param], lr=1.0), every=2)
-        for _ in range(2):
-            param.grad = torch.full((3,), 0.5 if dist.get_rank() == 0 else -0.5)
-            optimizer.count_samples(10)
-            optimizer.count_samples(5 if dist.get_rank() == 0 else -5 + 5)
-            optimizer.step()
-        return param.tolist()
-
-    assert run_ranks(2, blocks) == [pytest.approx([-0.2] * 3)] * 2  # (20 - 30) / 50
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = mh.LocalSGD(SGD([param], lr=1.0), every=2)
+    for _ in range(2):
+        param.grad = torch.full((3,), 0.5 if dist.get_rank() == 0 else -0.5)
+        optimizer.count_samples(10)
+        optimizer.count_samples(5 if dist.get_rank() == 0 else -5 + 5)
+        optimizer.step()
+    assert param.tolist() == pytest.approx([-0.2] * 3)
 
 
 def test_samples_that_only_some_have_counted_are_an_error_on_all():
@@ -443,10 +421,7 @@ def test_a_joiner_gets_samples_for_a_block_longer_than_every_workers():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda inner: mh.LocalSGD(inner, every=EVERY, fragments=2),
-            "sends the model at the end",
-        ),
+        (lambda inner: mh.LocalSGD(inner, every=EVERY, fragments=2), "the model at the end"),
         (lambda inner: mh.LocalSGD(inner, every=EVERY, overlap=2), "overlap must be less than"),
         (lambda _: Seconds(8, own_steps="yes"), "own_steps must be True or False"),
         (lambda inner: mh.LocalSGD(inner).count_samples(1.5), "samples must be a whole number"),

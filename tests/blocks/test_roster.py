@@ -14,64 +14,46 @@ pytestmark = pytest.mark.quick
 NONE_SILENT: frozenset[str] = frozenset()
 
 
+def ask(roster, *members):
+    """These ask to join, each given by its id and what its version is made of."""
+    for id, *version in members:
+        roster = roster.ask_to_join(Member(id, Version(*version)))
+    return roster
+
+
 def generation_of(*ids, version=3):
     """Return a roster with a generation of these members, in its first round."""
-    roster = Roster()
-    for id in ids:
-        roster = roster.ask_to_join(Member(id, Version(version)))
-    return roster.next(NONE_SILENT)
+    return ask(Roster(), *((id, version) for id in ids)).next(NONE_SILENT)
 
 
 def test_a_start_waits_for_the_expected_workers_unless_it_is_late():
-    roster = (
-        Roster().ask_to_join(Member("2.1", Version(-1))).ask_to_join(Member("0.1", Version(-1)))
-    )
+    roster = ask(Roster(), ("2.1", -1), ("0.1", -1))
     assert not roster.complete(NONE_SILENT, 3)
     assert roster.complete(NONE_SILENT, 3, late=True)
-    assert roster.ask_to_join(Member("1.1", Version(-1))).complete(NONE_SILENT, 3)
-    assert roster.ask_to_join(Member("1.1", Version(-1))).next(NONE_SILENT).ids == (
-        "0.1",
-        "1.1",
-        "2.1",
-    )
+    whole = ask(roster, ("1.1", -1))
+    assert whole.complete(NONE_SILENT, 3)
+    assert whole.next(NONE_SILENT).ids == ("0.1", "1.1", "2.1")
 
 
 def test_source_is_the_first_rank_if_no_member_holds_a_state():
-    assert (
-        generation_of("0.1", "1.1", version=-1).source,
-        generation_of("0.1", "1.1", version=-1).joiners,
-    ) == (
-        0,
-        (1,),
-    )
+    roster = generation_of("0.1", "1.1", version=-1)
+    assert (roster.source, roster.joiners) == (0, (1,))
 
 
 def test_source_is_the_first_rank_with_the_highest_version_and_joiners_are_those_below():
-    roster = (
-        Roster()
-        .ask_to_join(Member("0.2", Version(-1)))
-        .ask_to_join(Member("1.1", Version(7)))
-        .ask_to_join(Member("2.1", Version(7)))
-        .ask_to_join(Member("3.1", Version(6)))
-    )
-    roster = roster.next(NONE_SILENT)
+    roster = ask(Roster(), ("0.2", -1), ("1.1", 7), ("2.1", 7), ("3.1", 6)).next(NONE_SILENT)
     assert (roster.source, roster.joiners) == (1, (0, 3))
     assert generation_of("0.1", "1.1").joiners == ()
 
 
 @pytest.mark.parametrize(("steps", "joiners"), [(15, ()), (18, (0,))])
 def test_the_steps_of_a_newcomer_set_no_other_worker_forward(steps, joiners):
-    roster = (
-        Roster()
-        .ask_to_join(Member("0.1", Version(3, False, steps)))
-        .ask_to_join(Member("1.1", Version(3, True, 15)))
-        .ask_to_join(Member("2.1", Version(3, True, 15)))
-        .next(NONE_SILENT)
-    )
+    newcomer, others = ("0.1", 3, False, steps), [("1.1", 3, True, 15), ("2.1", 3, True, 15)]
+    roster = ask(Roster(), newcomer, *others).next(NONE_SILENT)
     assert (roster.source, roster.joiners) == (1, joiners)
     # Without an established worker the steps decide: one that has just started sets nobody back.
-    lost = roster.undo(1, 0).without("1.1", "2.1").ask_to_join(Member("1.2", Version(3)))
-    lost = lost.ask_to_join(Member("0.1", Version(3, False, steps))).next(NONE_SILENT)
+    lost = roster.undo(1, 0).without("1.1", "2.1")
+    lost = ask(lost, ("1.2", 3), newcomer).next(NONE_SILENT)
     assert (lost.source, lost.joiners) == (0, (1,))
 
 
@@ -88,17 +70,12 @@ def test_keep_and_undo_change_nothing_once_a_round_is_settled():
 def test_keep_ends_the_generation_if_a_process_waits_or_a_member_is_gone():
     roster = generation_of("0.1", "1.1")
     assert not roster.keep(1, 0).ended
-    assert roster.ask_to_join(Member("2.1", Version(-1))).keep(1, 0).ended
+    assert ask(roster, ("2.1", -1)).keep(1, 0).ended
     assert roster.without("1.1").keep(1, 0).ended
 
 
 def test_the_next_generation_waits_for_absent_members_unless_they_are_silent():
-    roster = (
-        generation_of("0.1", "1.1", "2.1")
-        .undo(1, 0)
-        .ask_to_join(Member("0.1", Version(3)))
-        .ask_to_join(Member("3.1", Version(-1)))
-    )
+    roster = ask(generation_of("0.1", "1.1", "2.1").undo(1, 0), ("0.1", 3), ("3.1", -1))
     assert roster.absent(NONE_SILENT) == ("1.1", "2.1")
     roster = roster.without("2.1")
     assert not roster.complete(NONE_SILENT, 4)
@@ -107,32 +84,19 @@ def test_the_next_generation_waits_for_absent_members_unless_they_are_silent():
 
 
 def test_a_missed_member_learns_whether_its_round_was_kept_and_a_dead_one_is_forgotten():
-    roster = (
-        generation_of("0.1", "1.1", "2.1")
-        .keep(1, 0)
-        .undo(1, 1)
-        .without("2.1")
-        .ask_to_join(Member("0.1", Version(4)))
-    )
-    roster = (
-        roster.next(frozenset({"1.1"}))
-        .keep(2, 0)
-        .undo(2, 1)
-        .ask_to_join(Member("0.1", Version(5)))
-        .next(NONE_SILENT)
-    )
+    roster = generation_of("0.1", "1.1", "2.1").keep(1, 0).undo(1, 1).without("2.1")
+    roster = ask(roster, ("0.1", 4)).next(frozenset({"1.1"})).keep(2, 0).undo(2, 1)
+    roster = ask(roster, ("0.1", 5)).next(NONE_SILENT)
     assert roster.settled(1, 0, "1.1") is True
     assert roster.settled(1, 1, "1.1") is False
     assert roster.missed == (("1.1", 1, 1, False),)
-    assert roster.ask_to_join(Member("1.2", Version(4))).missed == ()  # it is back
+    assert ask(roster, ("1.2", 4)).missed == ()  # it is back
     with pytest.raises(RuntimeError, match="worker 1 was stopped for some time"):
-        roster.ask_to_join(Member("1.2", Version(4))).settled(1, 0, "1.1")
+        ask(roster, ("1.2", 4)).settled(1, 0, "1.1")
 
 
 def test_no_generation_begins_with_two_processes_of_one_number():
-    roster = (
-        Roster().ask_to_join(Member("0.1", Version(-1))).ask_to_join(Member("0.2", Version(-1)))
-    )
+    roster = ask(Roster(), ("0.1", -1), ("0.2", -1))
     assert not roster.complete(NONE_SILENT, 2, late=True)
     assert roster.complete(frozenset({"0.1"}), 1)
 
@@ -148,29 +112,24 @@ def test_finished_means_all_members_are_gone_and_one_of_them_left():
 def test_ends_with_is_true_for_the_round_after_which_a_generation_regroups_and_for_no_other():
     roster = generation_of("0.1", "1.1").keep(1, 0)
     assert not roster.ends_with(1, 0, "0.1")  # nobody waits, so there is another round
-    kept = roster.ask_to_join(Member("2.1", Version(-1))).keep(1, 1)
+    kept = ask(roster, ("2.1", -1)).keep(1, 1)
     assert [kept.ends_with(1, at, "0.1") for at in (0, 1)] == [False, True]
     undone = roster.undo(1, 1)
     assert [undone.ends_with(1, at, "0.1") for at in (0, 1)] == [False, True]
 
 
 def test_a_process_that_asks_again_waits_once_with_its_latest_version():
-    roster = Roster().ask_to_join(Member("0.1", Version(3))).ask_to_join(Member("0.1", Version(4)))
+    roster = ask(Roster(), ("0.1", 3), ("0.1", 4))
     assert roster.waiting == (Member("0.1", Version(4)),)
 
 
 def test_all_is_lost_only_if_a_sync_round_was_kept_and_no_survivor_joins():
     begun = generation_of("0.1", "1.1").keep(1, 0)
     transferred = generation_of("0.1", "1.1").keep(1, 0, sync_round=False)
-    survivor = (
-        begun.undo(1, 1)
-        .without("1.1")
-        .ask_to_join(Member("0.1", Version(4)))
-        .ask_to_join(Member("1.2", Version(-1)))
-    )
-    strangers = begun.without("0.1", "1.1").ask_to_join(Member("0.2", Version(-1)))
-    checkpoint = begun.without("0.1", "1.1").ask_to_join(Member("0.2", Version(4)))
-    nothing_to_lose = transferred.without("0.1", "1.1").ask_to_join(Member("0.2", Version(-1)))
+    survivor = ask(begun.undo(1, 1).without("1.1"), ("0.1", 4), ("1.2", -1))
+    strangers = ask(begun.without("0.1", "1.1"), ("0.2", -1))
+    checkpoint = ask(begun.without("0.1", "1.1"), ("0.2", 4))
+    nothing_to_lose = ask(transferred.without("0.1", "1.1"), ("0.2", -1))
     assert strangers.next(NONE_SILENT).all_lost
     assert not survivor.next(NONE_SILENT).all_lost
     assert not checkpoint.next(NONE_SILENT).all_lost
@@ -180,7 +139,7 @@ def test_all_is_lost_only_if_a_sync_round_was_kept_and_no_survivor_joins():
 def test_an_error_of_a_member_ends_the_run_only_before_the_first_sync_round():
     roster = generation_of("0.1", "1.1")
     assert roster.fail("0.1").failed == ("0.1",)
-    assert roster.ask_to_join(Member("2.1", Version(-1))).fail("2.1").failed == ()  # no member
+    assert ask(roster, ("2.1", -1)).fail("2.1").failed == ()  # no member
     after = roster.keep(1, 0).fail("0.1")
     assert (after.failed, after.dead) == ((), ("0.1",))
 
@@ -190,15 +149,12 @@ def test_a_member_closes_at_one_round_and_the_next_generation_forgets_it():
     assert roster.closing_at(0) == {}
     assert roster.closing_at(1) == {"0.1": 10}
     assert roster.close("0.1", 2, 1, steps=12) == roster  # of another generation
-    regrouped = (
-        roster.undo(1, 1).ask_to_join(Member("0.1", Version(3))).without("1.1").next(NONE_SILENT)
-    )
+    regrouped = ask(roster.undo(1, 1), ("0.1", 3)).without("1.1").next(NONE_SILENT)
     assert regrouped.closing_at(1) == {}
 
 
 def test_a_missed_member_that_ends_is_forgotten():
-    roster = generation_of("0.1", "1.1").undo(1, 0).ask_to_join(Member("0.1", Version(3)))
-    roster = roster.next(frozenset({"1.1"}))
+    roster = ask(generation_of("0.1", "1.1").undo(1, 0), ("0.1", 3)).next(frozenset({"1.1"}))
     assert [missed.id for missed in roster.missed] == ["1.1"]
     assert roster.without("1.1").missed == ()
 
@@ -218,9 +174,7 @@ def test_no_change_takes_a_settled_answer_back_and_the_text_restores_the_roster(
         generation, round_index = roster.generation, roster.rounds
         silent = frozenset(draw.sample(ids, draw.randrange(3)))
         if step == "ask":
-            roster = roster.ask_to_join(
-                Member(id, Version(draw.randrange(-1, 5), draw.randrange(3)))
-            )
+            roster = ask(roster, (id, draw.randrange(-1, 5), draw.randrange(3)))
         elif step == "next":
             roster = (
                 roster.next(silent) if roster.complete(silent, 2, draw.random() < 0.2) else roster

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from helpers.crew_workers import SECRET, Store, Workers
+from helpers.crew_workers import SECRET, Workers
 from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _shared_roster
 from manyhands.blocks.crew._crew import Crew
@@ -26,12 +26,6 @@ REPAIR_DELAY = _shared_roster.REPAIR_DELAY
 @pytest.fixture(autouse=True)
 def repair_soon(monkeypatch):
     monkeypatch.setattr(_shared_roster, "REPAIR_DELAY", 0.5)
-
-
-@pytest.fixture
-def store():
-    with Store() as store:
-        yield store
 
 
 def shared(store, secret=SECRET, stall=1.0):

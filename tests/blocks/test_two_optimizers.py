@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
 from helpers.blocks_plain import gradient, outer_step, train
-from helpers.crew_workers import Store, Workers, limit
-from helpers.ranks import run_ranks
+from helpers.crew_workers import Workers, limit
+from helpers.ranks import on_ranks, run_ranks
 from manyhands.errors import RanksDisagree
 
 LR, STEPS = 0.1, 17
@@ -74,11 +74,8 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.symbol, self.hidden, self.out = (
-            nn.Embedding(11, 8),
-            nn.Linear(8, 16),
-            nn.Linear(16, 11),
-        )
+        self.symbol, self.hidden = nn.Embedding(11, 8), nn.Linear(8, 16)
+        self.out = nn.Linear(16, 11)
 
     def forward(self, x):
         return self.out(self.hidden(self.symbol(x)).tanh())
@@ -318,17 +315,9 @@ def test_a_state_of_other_optimizers_is_refused_and_changes_nothing():
     step_alone(model, [both], 0, 1)
     before = {param: dict(entries) for param, entries in both.state.items()}
     for optimizer, state, message in (
-        (
-            both,
-            one.state_dict(),
-            "this state dict is from one optimizer, but the optimizer here is",
-        ),
+        (both, one.state_dict(), "is from one optimizer, but the optimizer here is"),
         (both, AdamW(model.parameters()).state_dict(), "from one optimizer"),
-        (
-            one,
-            both.state_dict(),
-            r"from Muon \(parameters: \[2\]\) and AdamW \(parameters: \[3\]\)",
-        ),
+        (one, both.state_dict(), r"from Muon \(.*: \[2\]\) and AdamW \(parameters: \[3\]\)"),
         (both, turned.state_dict(), "from AdamW .* and Muon .*, but the optimizer here is Muon"),
         (both, {**both.state_dict(), "several": 3}, "entry 'several' is invalid"),
     ):
@@ -370,12 +359,6 @@ def learn_in_crew(crew, log, steps, turned, **options):
     optimizer.finish()
     seen = optimizer.snapshot()
     log("done", values=flat_of(model).tolist(), drift=drift_of(seen), dropped=seen["dropped"])
-
-
-@pytest.fixture
-def store():
-    with Store() as store:
-        yield store
 
 
 def test_in_a_crew_muon_and_adamw_equal_the_plain_loop(store, tmp_path):
@@ -439,11 +422,7 @@ def test_what_cannot_be_in_a_list_is_refused():
         ([muon, mh.AdaScale(adamw, world_size=1)], TypeError, "plain .* got AdaScale in the list"),
         ([muon, mh.OSS(rest(model), optim=SGD, lr=0.1)], TypeError, "plain .* got OSS in the list"),
         ([muon, LBFGS(rest(model))], TypeError, "LBFGS needs several evaluations"),
-        (
-            [muon, AdamW(model.parameters())],
-            ValueError,
-            "is in optimizers 0 and 1 of",
-        ),
+        ([muon, AdamW(model.parameters())], ValueError, "is in optimizers 0 and 1 of"),
     ):
         with pytest.raises(kind, match=message):
             mh.DiLoCo(given)
@@ -451,14 +430,12 @@ def test_what_cannot_be_in_a_list_is_refused():
         mh.DiLoCo([muon, adamw]).add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
+@on_ranks(2)
 def test_ranks_with_other_lists_are_refused_on_all_of_them():
-    def refused():
-        model = Model()
-        both = inner_optimizers(model)
-        with pytest.raises(RanksDisagree, match="optimizers"):
-            mh.DiLoCo(both if dist.get_rank() else both[::-1])
-
-    run_ranks(2, refused)
+    model = Model()
+    both = inner_optimizers(model)
+    with pytest.raises(RanksDisagree, match="optimizers"):
+        mh.DiLoCo(both if dist.get_rank() else both[::-1])
 
 
 def test_a_plan_knows_the_optimizers_of_a_list():

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.crew_workers import Log, Store, Workers, fork, limit
+from helpers.crew_workers import Log, Workers, fork, limit
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Member, Roster, Version
 from test_crew_faults import tell
@@ -130,12 +130,6 @@ def train(crew, log, steps, part, options):
     optimizer.finish()
     weight = inside.state_dict()["weight"] if sharded else model.weight
     tell(log, "done", optimizer, values=weight.unique().tolist())
-
-
-@pytest.fixture
-def store():
-    with Store() as store:
-        yield store
 
 
 def check(workers, count, steps):

@@ -15,7 +15,7 @@ from torch.optim import SGD
 import manyhands as mh
 from helpers.blocks_runs import ALL, EVERY, FEW, SHARDINGS, Groups, Run
 from helpers.checkpoint_oracle import assert_equal
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from manyhands._optimizers.wrappers import unwrap
 
 LATER = 4  # steps after the load: there is a sync round among them
@@ -46,35 +46,31 @@ def test_the_few_have_every_value_of_the_many():
         ),
     ],
 )
+@on_ranks(4, timeout=600)
 def test_the_same_workers_go_on_bit_for_bit(combinations, tmp_path):
-    def go():
-        groups = groups_of(machines=2)
-        for number, combination in enumerate(combinations):
-            path, where = tmp_path / str(number), str(combination)
-            run = Run(combination, groups(combination)).train(EVERY + 2)
-            with pytest.raises(
-                RuntimeError, match=r"optimizer\.synchronize\(\) on every worker first"
-            ):
-                mh.save(path, **run.given())
-            if number % 2 or combination[0] == "DiLoCo":  # which overlaps
-                run.blocks.synchronize()
-            else:
-                run.train(1, EVERY + 2)
-            steps = run.blocks.steps
+    groups = groups_of(machines=2)
+    for number, combination in enumerate(combinations):
+        path, where = tmp_path / str(number), str(combination)
+        run = Run(combination, groups(combination)).train(EVERY + 2)
+        with pytest.raises(RuntimeError, match=r"optimizer\.synchronize\(\) on every worker first"):
             mh.save(path, **run.given())
-            saved, counts = all_of(run), run.counts()
-            run.train(LATER, steps)
+        if number % 2 or combination[0] == "DiLoCo":  # which overlaps
+            run.blocks.synchronize()
+        else:
+            run.train(1, EVERY + 2)
+        steps = run.blocks.steps
+        mh.save(path, **run.given())
+        saved, counts = all_of(run), run.counts()
+        run.train(LATER, steps)
 
-            again = Run(combination, groups(combination), seed=3).train(EVERY + 1)
-            mh.load(path, **again.given())
-            assert_equal(all_of(again), saved, where)
-            assert again.counts() == counts, where
-            again.train(LATER, steps)
-            assert_equal(all_of(again), all_of(run), where)
-            assert again.counts() == run.counts(), where
-            assert again.blocks.rounds > counts["rounds"]
-
-    run_ranks(4, go, timeout=600)
+        again = Run(combination, groups(combination), seed=3).train(EVERY + 1)
+        mh.load(path, **again.given())
+        assert_equal(all_of(again), saved, where)
+        assert again.counts() == counts, where
+        again.train(LATER, steps)
+        assert_equal(all_of(again), all_of(run), where)
+        assert again.counts() == run.counts(), where
+        assert again.blocks.rounds > counts["rounds"]
 
 
 # -- other numbers of workers ----------------------------------------------------------------------
@@ -222,44 +218,40 @@ def test_with_and_without_blocks(tmp_path):
 # -- corners ---------------------------------------------------------------------------------------
 
 
-def test_a_parameter_that_has_thawed_begins_where_it_is(tmp_path):
+@pytest.mark.parametrize(("there", "here"), [(True, False), (False, True)])
+@on_ranks(2)
+def test_a_parameter_that_has_thawed_begins_where_it_is(there, here, tmp_path):
     def build(frozen):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         model[0].bias.requires_grad_(not frozen)
         return model, mh.DiLoCo(SGD(model.parameters(), lr=0.1), every=2)
 
-    def step(model, optimizer):
-        optimizer.zero_grad()
-        model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
-        optimizer.step()
+    def two_steps(model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+            optimizer.step()
 
-    def go():
-        for there, here in ((True, False), (False, True)):
-            path = tmp_path / str(there)
-            model, optimizer = build(there)
-            for _ in range(2):
-                step(model, optimizer)
-            mh.save(path, model=model, optimizer=optimizer)
-            other, twin = build(here)
-            mh.load(path, model=other, optimizer=twin)
-            found = {id(e.param): e for e in twin._sync.anchor.outer_parts()}
-            for e in optimizer._sync.anchor.outer_parts():
-                name = next(n for n, p in model.named_parameters() if p is e.param)
-                mine = found.get(id(dict(other.named_parameters())[name]))
-                if mine is not None:
-                    for entry in ("anchor", "memory.0"):
-                        assert torch.equal(mine.entries[entry], e.entries[entry])
-                    assert e.entries["memory.0"].any()
-            bias = found.get(id(other[0].bias))
-            assert (bias is None) == here
-            if bias is not None:
-                assert torch.equal(bias.entries["anchor"], model[0].bias)
-                assert not bias.entries["memory.0"].any()
-            for _ in range(2):
-                step(other, twin)
-
-    run_ranks(2, go)
+    model, optimizer = build(there)
+    two_steps(model, optimizer)
+    mh.save(tmp_path, model=model, optimizer=optimizer)
+    other, twin = build(here)
+    mh.load(tmp_path, model=other, optimizer=twin)
+    found = {id(e.param): e for e in twin._sync.anchor.outer_parts()}
+    for e in optimizer._sync.anchor.outer_parts():
+        name = next(n for n, p in model.named_parameters() if p is e.param)
+        mine = found.get(id(dict(other.named_parameters())[name]))
+        if mine is not None:
+            for entry in ("anchor", "memory.0"):
+                assert torch.equal(mine.entries[entry], e.entries[entry])
+            assert e.entries["memory.0"].any()
+    bias = found.get(id(other[0].bias))
+    assert (bias is None) == here
+    if bias is not None:
+        assert torch.equal(bias.entries["anchor"], model[0].bias)
+        assert not bias.entries["memory.0"].any()
+    two_steps(other, twin)
 
 
 def test_parameters_of_other_kinds(tmp_path):
@@ -320,11 +312,12 @@ def test_parameters_of_other_kinds(tmp_path):
     run_ranks(2, second, expected)
 
 
+@on_ranks(4)
 def test_shards_that_an_inner_group_has_copies_of(tmp_path):
     """Hybrid sharding inside: a rank has its share of its shard."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("machines", "copies", "shards"))
 
     def made(seed):
-        mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("machines", "copies", "shards"))
         torch.manual_seed(seed)
         model = nn.Linear(5, 3)
         fully_shard(model, mesh=mesh["copies", "shards"])
@@ -343,17 +336,14 @@ def test_shards_that_an_inner_group_has_copies_of(tmp_path):
             optimizer.step()
         return [p.full_tensor().detach() for p in model.parameters()]
 
-    def go():
-        model, optimizer = made(0)
-        train(model, optimizer, 2)
-        mh.save(tmp_path, model=model, optimizer=optimizer)
-        other, twin = made(1)
-        train(other, twin, 3)
-        mh.load(tmp_path, model=other, optimizer=twin)
-        for mine, expected in zip(train(other, twin, 2), train(model, optimizer, 2), strict=True):
-            assert torch.equal(mine, expected)
-
-    run_ranks(4, go)
+    model, optimizer = made(0)
+    train(model, optimizer, 2)
+    mh.save(tmp_path, model=model, optimizer=optimizer)
+    other, twin = made(1)
+    train(other, twin, 3)
+    mh.load(tmp_path, model=other, optimizer=twin)
+    for mine, expected in zip(train(other, twin, 2), train(model, optimizer, 2), strict=True):
+        assert torch.equal(mine, expected)
 
 
 def test_blocks_in_a_trainers_wrapper_are_found(tmp_path):
@@ -404,34 +394,30 @@ def test_blocks_in_a_trainers_wrapper_are_found(tmp_path):
     raises_on_ranks(2, TypeError, hidden, match="this Lookahead contains blocks")
 
 
+@on_ranks(2)
 def test_rules_and_blocks_go_around_each_other_once():
-    def go():
-        def params():
-            return [nn.Parameter(torch.ones(3))]
+    def params():
+        return [nn.Parameter(torch.ones(3))]
 
-        with pytest.raises(TypeError, match="wraps already"):
-            mh.AdaScale(mh.LocalSGD(mh.AdaScale(SGD(params(), lr=0.1))))
-        with pytest.raises(TypeError, match="in blocks already"):
-            mh.LocalSGD(mh.AdaScale(mh.LocalSGD(SGD(params(), lr=0.1))))
-        outside = mh.AdaScale(mh.LocalSGD(SGD(params(), lr=0.1)))
-        inside = mh.LocalSGD(mh.AdaScale(SGD(params(), lr=0.1)))
-        assert outside.snapshot().keys() == inside.snapshot().keys()
-        assert {"gain", "progress", "spread", "rounds"} <= outside.snapshot().keys()
-
-    run_ranks(2, go)
+    with pytest.raises(TypeError, match="wraps already"):
+        mh.AdaScale(mh.LocalSGD(mh.AdaScale(SGD(params(), lr=0.1))))
+    with pytest.raises(TypeError, match="in blocks already"):
+        mh.LocalSGD(mh.AdaScale(mh.LocalSGD(SGD(params(), lr=0.1))))
+    outside = mh.AdaScale(mh.LocalSGD(SGD(params(), lr=0.1)))
+    inside = mh.LocalSGD(mh.AdaScale(SGD(params(), lr=0.1)))
+    assert outside.snapshot().keys() == inside.snapshot().keys()
+    assert {"gain", "progress", "spread", "rounds"} <= outside.snapshot().keys()
 
 
+@on_ranks(2)
 def test_a_rule_goes_to_the_other_side_of_the_blocks(tmp_path):
-    def go():
-        groups = Groups(2)
-        inside, outside = (("DiLoCo", "one level", rule, "SGD") for rule in ("inside", "outside"))
-        for there, here in ((inside, outside), (outside, inside)):
-            run = Run(there, groups).train(4)
-            run.blocks.synchronize()
-            mh.save(tmp_path / there[2], **run.given())
-            again = Run(here, groups, seed=3).train(5)
-            mh.load(tmp_path / there[2], **again.given())
-            assert_equal(all_of(again), all_of(run))
-            assert again.counts() == run.counts()
-
-    run_ranks(2, go)
+    groups = Groups(2)
+    inside, outside = (("DiLoCo", "one level", rule, "SGD") for rule in ("inside", "outside"))
+    for there, here in ((inside, outside), (outside, inside)):
+        run = Run(there, groups).train(4)
+        run.blocks.synchronize()
+        mh.save(tmp_path / there[2], **run.given())
+        again = Run(here, groups, seed=3).train(5)
+        mh.load(tmp_path / there[2], **again.given())
+        assert_equal(all_of(again), all_of(run))
+        assert again.counts() == run.counts()

@@ -4,12 +4,13 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import manyhands as mh
 from helpers.checkpoint_oracle import Setup, assert_equal
 from helpers.forge import complete
-from helpers.ranks import raises_on_ranks
+from helpers.ranks import on_ranks, raises_on_ranks
 from manyhands.checkpoint import _format
 
 
@@ -175,41 +176,31 @@ def test_a_newer_format_is_an_error(tmp_path, monkeypatch):
         mh.load(tmp_path)
 
 
-def test_torchs_older_fsdp_is_an_error(tmp_path):
-    def go(call):
-        cpu = torch.device("cpu")
-        model = torch.distributed.fsdp.FullyShardedDataParallel(nn.Linear(4, 2), device_id=cpu)
-        call(tmp_path, model=model)
-
+@pytest.mark.parametrize("call", [mh.save, mh.load])
+@on_ranks(2, raises=TypeError, match="Use mh.FSDP or torch's fully_shard")
+def test_torchs_older_fsdp_is_an_error(call, tmp_path):
     mh.save(tmp_path, model=nn.Linear(4, 2))
-    for call in (mh.save, mh.load):
-        raises_on_ranks(2, TypeError, go, call, match="Use mh.FSDP or torch's fully_shard")
+    cpu = torch.device("cpu")
+    model = torch.distributed.fsdp.FullyShardedDataParallel(nn.Linear(4, 2), device_id=cpu)
+    call(tmp_path, model=model)
 
 
-def test_ranks_that_disagree_are_an_error(tmp_path):
-    import torch.distributed as dist
+@on_ranks(2, raises=ValueError, match="step: rank 0: 0; rank 1: 1")
+def test_steps_that_differ_are_an_error(tmp_path):
+    mh.save(tmp_path, step=dist.get_rank())
 
-    def other_steps():
-        mh.save(tmp_path, step=dist.get_rank())
 
-    raises_on_ranks(2, ValueError, other_steps, match="step: rank 0: 0; rank 1: 1")
+@on_ranks(2, raises=ValueError, match="different tensors. The first that differs is model")
+def test_shapes_that_differ_are_an_error(tmp_path):
+    mh.save(tmp_path, model=nn.Linear(2 + dist.get_rank(), 2))
 
-    def other_shapes():
-        mh.save(tmp_path, model=nn.Linear(2 + dist.get_rank(), 2))
 
-    raises_on_ranks(
-        2, ValueError, other_shapes, match="different tensors. The first that differs is model"
-    )
-
-    def one_wrong():
-        mh.save(tmp_path, value=object() if dist.get_rank() else 1)
-
-    raises_on_ranks(2, TypeError, one_wrong, match="builtins.object")
+@on_ranks(2, raises=TypeError, match="builtins.object")
+def test_a_wrong_value_on_one_rank_is_an_error_on_all(tmp_path):
+    mh.save(tmp_path, value=object() if dist.get_rank() else 1)
 
 
 def test_an_optimizer_of_a_wrong_type_on_one_rank_is_an_error_on_all(tmp_path):
-    import torch.distributed as dist
-
     def save():
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,17 +14,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from helpers.checkpoint_oracle import ADAMW, SGD, Setup, assert_equal
 from helpers.forge import complete, data_file, only
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from manyhands import adaptdl
 from manyhands.checkpoint import _folder, _format, _reader, _values
 from manyhands.checkpoint import _tensor_parts as tensor_parts
@@ -134,6 +130,7 @@ def test_objects_with_a_state_dict_are_loaded_in_place(tmp_path):
     assert torch.equal(plain["ema"]["weight"], expected)
 
 
+@on_ranks(2)
 def test_several_optimizers_and_schedulers(tmp_path):
     def build(seed):
         torch.manual_seed(seed)
@@ -143,28 +140,22 @@ def test_several_optimizers_and_schedulers(tmp_path):
         adamw = mh.OSS([p for p in params if p.dim() == 1], optim=torch.optim.AdamW, lr=0.01)
         wrapped = mh.ShardedDataParallel(model, [muon, adamw])
         schedulers = [torch.optim.lr_scheduler.StepLR(each, 1) for each in (muon, adamw)]
-        return model, wrapped, [muon, adamw], schedulers
+        return {"model": wrapped, "optimizer": [muon, adamw], "scheduler": schedulers}
 
-    def step(wrapped, optimizers, schedulers):
-        wrapped.zero_grad()
-        wrapped(torch.ones(2, 3)).square().sum().backward()
-        for each in (*optimizers, *schedulers):
+    def step(model, optimizer, scheduler):
+        model.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        for each in (*optimizer, *scheduler):
             each.step()
 
-    def go():
-        model, *run = build(0)
-        step(*run)
-        given = {"model": run[0], "optimizer": run[1], "scheduler": run[2]}
-        mh.save(tmp_path, **given)
-        step(*run)
-        again, *other = build(1)
-        step(*other)
-        mh.load(tmp_path, model=other[0], optimizer=other[1], scheduler=other[2])
-        step(*other)
-        for mine, expected in zip(again.parameters(), model.parameters(), strict=True):
-            assert torch.equal(mine, expected)
-
-    run_ranks(2, go)
+    run, other = build(0), build(1)
+    step(**run)
+    mh.save(tmp_path, **run)
+    step(**run)
+    step(**other)
+    mh.load(tmp_path, **other)
+    step(**other)
+    assert_equal(other["model"].state_dict(), run["model"].state_dict())
 
 
 def test_random_state_goes_on_on_every_worker(tmp_path):
@@ -255,25 +246,21 @@ def test_tied_weights_are_saved_once_and_loaded_into_both(tied_there, tmp_path):
 # -- when, and how many ----------------------------------------------------------------------------
 
 
+@on_ranks(2)
 def test_an_asynchronous_save_is_of_the_moment_it_was_called(tmp_path, monkeypatch):
-    def go():
-        go_on, write = threading.Event(), _format.write
-        monkeypatch.setattr(
-            _format, "write", lambda *args, **kw: go_on.wait() and write(*args, **kw)
-        )
-        setup = Setup("ShardedDataParallel").train(2)
-        before = setup.held()
-        saving = mh.save(tmp_path, **setup.given(), step=2, wait=False)
-        assert not saving.done and "being written" in repr(saving)
-        setup.train(1)  # trains while it is being written
-        assert names(tmp_path) == []
-        go_on.set()
-        other = Setup("OSS", seed=3)
-        assert mh.load(tmp_path, **other.given())["step"] == 2  # has waited for it
-        assert saving.done and saving.wait() == saving.path and saving.path.exists()
-        assert_equal(other.train(0).held(), before)
-
-    run_ranks(2, go)
+    go_on, write = threading.Event(), _format.write
+    monkeypatch.setattr(_format, "write", lambda *args, **kw: go_on.wait() and write(*args, **kw))
+    setup = Setup("ShardedDataParallel").train(2)
+    before = setup.held()
+    saving = mh.save(tmp_path, **setup.given(), step=2, wait=False)
+    assert not saving.done and "being written" in repr(saving)
+    setup.train(1)  # trains while it is being written
+    assert names(tmp_path) == []
+    go_on.set()
+    other = Setup("OSS", seed=3)
+    assert mh.load(tmp_path, **other.given())["step"] == 2  # has waited for it
+    assert saving.done and saving.wait() == saving.path and saving.path.exists()
+    assert_equal(other.train(0).held(), before)
 
 
 def test_keep_limits_the_number_of_checkpoints(tmp_path):
@@ -409,21 +396,19 @@ def test_ranks_outside_of_an_optimizers_group_are_an_error_before_anything_is_wr
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
+@on_ranks(2)
 def test_parameters_that_a_forward_has_left_whole_are_saved_and_loaded_sharded(tmp_path):
-    def go():
-        setup = Setup("fully_shard").train(1)
-        expected = setup.held()
-        with torch.no_grad():
-            setup.model(torch.ones(2, 5))  # the root stays whole until the next backward
-        expected["passes"] += 1
-        mh.save(tmp_path, **setup.given())
-        other = Setup("fully_shard", seed=3).train(1)
-        with torch.no_grad():
-            other.model(torch.ones(2, 5))
-        mh.load(tmp_path, **other.given())
-        assert_equal(other.held(), expected)
-
-    run_ranks(2, go)
+    setup = Setup("fully_shard").train(1)
+    expected = setup.held()
+    with torch.no_grad():
+        setup.model(torch.ones(2, 5))  # the root stays whole until the next backward
+    expected["passes"] += 1
+    mh.save(tmp_path, **setup.given())
+    other = Setup("fully_shard", seed=3).train(1)
+    with torch.no_grad():
+        other.model(torch.ones(2, 5))
+    mh.load(tmp_path, **other.given())
+    assert_equal(other.held(), expected)
 
 
 def test_layers_that_are_cut_twice_along_one_dimension_are_saved_once(tmp_path):
@@ -443,37 +428,34 @@ def test_layers_that_are_cut_twice_along_one_dimension_are_saved_once(tmp_path):
     run_ranks(4, go)
     model = build(1)
     mh.load(tmp_path, model=model)
-    for mine, expected in zip(model.parameters(), build(0).parameters(), strict=True):
-        assert torch.equal(mine, expected)
+    assert_equal(model.state_dict(), build(0).state_dict())
 
 
+@on_ranks(2)
 def test_state_of_a_frozen_parameter_waits_until_it_thaws(tmp_path):
-    def go():
-        setup = Setup("OSS").train(2)
-        mh.save(tmp_path / "first", **setup.given())
-        other = nn.ModuleDict({"model": Setup("plain").module})["model"]
-        other.last.weight.requires_grad_(False)
-        optimizer = mh.OSS(
-            [
-                {"params": [p for p in other.parameters() if p.dim() > 1]},
-                {"params": [p for p in other.parameters() if p.dim() <= 1]},
-            ],
-            optim=torch.optim.AdamW,
-            bucket_size=64,
-        )
-        mh.load(tmp_path / "first", model=other, optimizer=optimizer)
-        mh.save(tmp_path / "second", model=other, optimizer=optimizer)  # still frozen
-        mh.load(tmp_path / "second", model=other, optimizer=optimizer)
-        other.last.weight.requires_grad_(True)
-        optimizer.refresh_trainable()
-        again = Setup("plain", seed=3)
-        mh.save(tmp_path / "third", model=other, optimizer=optimizer)
-        mh.load(tmp_path / "third", **again.given() | {"scheduler": None})
-        expected, mine = setup.held(), again.held()
-        del expected["lr"], mine["lr"]
-        assert_equal(mine, expected)
-
-    run_ranks(2, go)
+    setup = Setup("OSS").train(2)
+    mh.save(tmp_path / "first", **setup.given())
+    other = nn.ModuleDict({"model": Setup("plain").module})["model"]
+    other.last.weight.requires_grad_(False)
+    optimizer = mh.OSS(
+        [
+            {"params": [p for p in other.parameters() if p.dim() > 1]},
+            {"params": [p for p in other.parameters() if p.dim() <= 1]},
+        ],
+        optim=torch.optim.AdamW,
+        bucket_size=64,
+    )
+    mh.load(tmp_path / "first", model=other, optimizer=optimizer)
+    mh.save(tmp_path / "second", model=other, optimizer=optimizer)  # still frozen
+    mh.load(tmp_path / "second", model=other, optimizer=optimizer)
+    other.last.weight.requires_grad_(True)
+    optimizer.refresh_trainable()
+    again = Setup("plain", seed=3)
+    mh.save(tmp_path / "third", model=other, optimizer=optimizer)
+    mh.load(tmp_path / "third", **again.given() | {"scheduler": None})
+    expected, mine = setup.held(), again.held()
+    del expected["lr"], mine["lr"]
+    assert_equal(mine, expected)
 
 
 class Counting(torch.optim.SGD):
@@ -562,17 +544,15 @@ def test_state_follows_its_parameters_into_another_precision(kind, way, tmp_path
         run_ranks(2, go, *types)
 
 
+@on_ranks(2)
 def test_the_default_device_may_be_any(tmp_path):
-    def go():
-        setup, other = Setup("OSS").train(1), Setup("OSS", seed=3)
-        expected = setup.held()
-        with torch.device("meta"):
-            for wait in (False, True):
-                mh.save(tmp_path, **setup.given(), value=torch.ones(2, device="cpu"), wait=wait)
-            assert mh.load(tmp_path, **other.given())["value"].tolist() == [1, 1]
-        assert_equal(other.held(), expected)
-
-    run_ranks(2, go)
+    setup, other = Setup("OSS").train(1), Setup("OSS", seed=3)
+    expected = setup.held()
+    with torch.device("meta"):
+        for wait in (False, True):
+            mh.save(tmp_path, **setup.given(), value=torch.ones(2, device="cpu"), wait=wait)
+        assert mh.load(tmp_path, **other.given())["value"].tolist() == [1, 1]
+    assert_equal(other.held(), expected)
 
 
 def test_state_in_another_type_than_the_parameter_keeps_it(tmp_path):

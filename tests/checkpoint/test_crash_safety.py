@@ -29,6 +29,10 @@ from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.checkpoint import _folder, _format, _writing
 
 
+def save_run(path, **values):
+    mh.save(path, **Setup("OSS").train(2).given(), **values)
+
+
 def left(path):
     """Return what is in a folder besides complete checkpoints and the lock."""
     return sorted({p.name for p in path.iterdir()} - {p.name for p in complete(path)} - {".lock"})
@@ -108,19 +112,13 @@ def test_a_run_killed_at_each_file_operation_leaves_a_complete_one(tmp_path, mon
 
 
 def test_damaged_files_are_refused_and_change_nothing(tmp_path):
-    def write():
-        mh.save(tmp_path / "run", **Setup("OSS").train(2).given())
-
-    run_ranks(2, write)
+    run_ranks(2, save_run, tmp_path / "run")
     source = only(tmp_path / "run")
     assert damage_many(Setup("plain", seed=3).train(1), source, tmp_path, 100) == []
 
 
 def test_damage_that_one_rank_sees_is_an_error_on_all(tmp_path):
-    def write():
-        mh.save(tmp_path / "run", **Setup("OSS").train(2).given(), step=5)
-
-    run_ranks(3, write)
+    run_ranks(3, save_run, tmp_path / "run", step=5)
     source = only(tmp_path / "run")
     path = data_file(source, 2)
     flip(path, "optimizer.0/")
@@ -137,10 +135,7 @@ def test_damage_that_one_rank_sees_is_an_error_on_all(tmp_path):
 
 
 def test_a_missing_file_is_an_error_on_all(tmp_path):
-    def write():
-        mh.save(tmp_path / "run", **Setup("OSS").train(2).given())
-
-    run_ranks(2, write)
+    run_ranks(2, save_run, tmp_path / "run")
     source = only(tmp_path / "run")
     data_file(source, 1).unlink()
     raises_on_ranks(
@@ -437,8 +432,7 @@ def test_ranks_that_do_not_share_a_folder_are_an_error(tmp_path):
     raises_on_ranks(2, ValueError, save, match="Pass a path that all ranks share")
 
     def load():
-        path = tmp_path / str(dist.get_rank()) / "run"
-        mh.load(path)
+        mh.load(tmp_path / str(dist.get_rank()) / "run")
 
     mh.save(tmp_path / "0" / "run", value=1)
     raises_on_ranks(2, FileNotFoundError, load, match="does not exist on this rank")

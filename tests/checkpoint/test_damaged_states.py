@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from manyhands import adaptdl
 
 MUTATIONS = 200  # of each class's state
@@ -232,11 +232,9 @@ def test_a_damaged_state_of_a_rule_is_refused_by_name_or_harmless(which):
 
 @pytest.mark.sample("DiLoCo", "BMUF", "own steps")
 @pytest.mark.parametrize("which", BlocksRun.METHODS)
+@on_ranks(2)
 def test_a_damaged_state_of_blocks_is_refused_by_name_or_harmless(which):
-    def rank():
-        forge(lambda: BlocksRun(which), which, MUTATIONS // 3, "blocks", warm=7)
-
-    run_ranks(2, rank)
+    forge(lambda: BlocksRun(which), which, MUTATIONS // 3, "blocks", warm=7)
 
 
 def plain(run):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from manyhands.tools.cli._consolidate import open_newest
 
 FROZEN = ("base.weight", "base.bias", "tied.weight", "tied.bias")
@@ -93,9 +93,7 @@ def test_another_base_is_refused(tmp_path):
         mh.load(tmp_path, model=more)
 
 
+@on_ranks(2, raises=ValueError, match="frozen")
 def test_ranks_that_do_not_agree_about_it_are_told(tmp_path):
-    def save():
-        model, _ = made(2)
-        mh.save(tmp_path, model=model, frozen=dist.get_rank() == 0)
-
-    raises_on_ranks(2, ValueError, save, match="frozen")
+    model, _ = made(2)
+    mh.save(tmp_path, model=model, frozen=dist.get_rank() == 0)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 
 VALUES = torch.arange(16.0).view(4, 4)
 LAYOUTS = [  # mesh, placements
@@ -43,39 +43,34 @@ class Holder(nn.Module):
         self.extra = state["extra"]
 
 
+@on_ranks(4)
 def test_every_placement_loads_into_every_other(tmp_path):
     """All changes of the placement and of the mesh, from and to one and two dimensions."""
-
-    def run():
-        for number, (shape, placements) in enumerate(LAYOUTS):
-            saved = distribute_tensor(VALUES, init_device_mesh("cpu", shape), placements)
-            mh.save(tmp_path / str(number), model=Holder(tensor=saved))
-            for other, new in LAYOUTS:
-                mesh = init_device_mesh("cpu", other)
-                model = Holder(tensor=zeros([4, 4], device_mesh=mesh, placements=new))
-                mh.load(tmp_path / str(number), model=model)
-                assert model.tensor.placements == tuple(new)
-                assert torch.equal(model.tensor.full_tensor(), VALUES)
-
-    run_ranks(4, run)
+    for number, (shape, placements) in enumerate(LAYOUTS):
+        saved = distribute_tensor(VALUES, init_device_mesh("cpu", shape), placements)
+        mh.save(tmp_path / str(number), model=Holder(tensor=saved))
+        for other, new in LAYOUTS:
+            mesh = init_device_mesh("cpu", other)
+            model = Holder(tensor=zeros([4, 4], device_mesh=mesh, placements=new))
+            mh.load(tmp_path / str(number), model=model)
+            assert model.tensor.placements == tuple(new)
+            assert torch.equal(model.tensor.full_tensor(), VALUES)
 
 
+@on_ranks(2)
 def test_sharded_and_replicated_tensors_and_extra_state(tmp_path):
-    def run():
-        mesh = init_device_mesh("cpu", (2,))
-        for factor in (1, 10):
-            sharded = distribute_tensor(factor * VALUES, mesh, [Shard(0)])
-            copied = distribute_tensor(-factor * VALUES, mesh, [Replicate()])
-            model = Holder(sharded=sharded, copied=copied)
-            model.extra = factor
-            if factor == 1:
-                mh.save(tmp_path, model=model)
-        mh.load(tmp_path, model=model)
-        assert torch.equal(model.sharded.full_tensor(), VALUES)
-        assert torch.equal(model.copied.full_tensor(), -VALUES)
-        assert model.extra == 1
-
-    run_ranks(2, run)
+    mesh = init_device_mesh("cpu", (2,))
+    for factor in (1, 10):
+        sharded = distribute_tensor(factor * VALUES, mesh, [Shard(0)])
+        copied = distribute_tensor(-factor * VALUES, mesh, [Replicate()])
+        model = Holder(sharded=sharded, copied=copied)
+        model.extra = factor
+        if factor == 1:
+            mh.save(tmp_path, model=model)
+    mh.load(tmp_path, model=model)
+    assert torch.equal(model.sharded.full_tensor(), VALUES)
+    assert torch.equal(model.copied.full_tensor(), -VALUES)
+    assert model.extra == 1
 
 
 # -- models and optimizers -------------------------------------------------------------------------
@@ -133,16 +128,14 @@ def values_of(model, optimizer):
 @pytest.mark.parametrize(
     "sizes", [pytest.param((5, 8, 4, 12), marks=pytest.mark.long), (5, 10, 15, 30)], ids=str
 )
+@on_ranks(4)
 def test_every_sharding_of_a_model_and_its_optimizer_loads_into_every_other(sizes, tmp_path):
-    def run():
-        for way in WAYS:
-            model, optimizer = trained(way, sizes, seed=0)
-            saved = values_of(model, optimizer)
-            mh.save(tmp_path / way, model=model, optimizer=optimizer)
-            for other in WAYS:
-                model, optimizer = trained(other, sizes, seed=1)
-                mh.load(tmp_path / way, model=model, optimizer=optimizer)
-                where = f"{way} to {other}"
-                assert all(map(torch.equal, values_of(model, optimizer), saved)), where
-
-    run_ranks(4, run)
+    for way in WAYS:
+        model, optimizer = trained(way, sizes, seed=0)
+        saved = values_of(model, optimizer)
+        mh.save(tmp_path / way, model=model, optimizer=optimizer)
+        for other in WAYS:
+            model, optimizer = trained(other, sizes, seed=1)
+            mh.load(tmp_path / way, model=model, optimizer=optimizer)
+            where = f"{way} to {other}"
+            assert all(map(torch.equal, values_of(model, optimizer), saved)), where

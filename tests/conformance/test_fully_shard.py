@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 
 WORKERS = 2
 RESHARD = [False, True]
@@ -199,27 +199,25 @@ def test_nontensor_activations(container):
 
 
 @pytest.mark.parametrize("norm_type", [2, 1, float("inf")])
+@on_ranks(WORKERS)
 def test_clip_grad_norm_1d(norm_type):
-    def run():
-        torch.manual_seed(0)
-        plain = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.0) for _ in range(2)))
-        clipped = []
-        for by_torch in (False, True):
-            sharded = mh.FSDP(nn.Sequential(*(mh.FSDP(copy.deepcopy(layer)) for layer in plain)))
-            x = 100 * torch.randn(3, 2 * WORKERS, 8, generator=torch.Generator().manual_seed(1))
-            own = x.chunk(WORKERS, 1)[dist.get_rank()]
-            sharded(own).square().sum().backward()
-            if by_torch:
-                norm = nn.utils.clip_grad_norm_(sharded.parameters(), 1.0, norm_type)
-            else:
-                norm = sharded.clip_grad_norm_(1.0, norm_type)
-            grads = [param.grad.full_tensor() for param in sharded.parameters()]
-            clipped.append([norm, *grads])
-        (plain(x).square().sum() / WORKERS).backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
-        expected = [norm, *(param.grad for param in plain.parameters())]
-        assert norm > 1.0
-        for found in clipped:
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-    run_ranks(WORKERS, run)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.0) for _ in range(2)))
+    clipped = []
+    for by_torch in (False, True):
+        sharded = mh.FSDP(nn.Sequential(*(mh.FSDP(copy.deepcopy(layer)) for layer in plain)))
+        x = 100 * torch.randn(3, 2 * WORKERS, 8, generator=torch.Generator().manual_seed(1))
+        own = x.chunk(WORKERS, 1)[dist.get_rank()]
+        sharded(own).square().sum().backward()
+        if by_torch:
+            norm = nn.utils.clip_grad_norm_(sharded.parameters(), 1.0, norm_type)
+        else:
+            norm = sharded.clip_grad_norm_(1.0, norm_type)
+        grads = [param.grad.full_tensor() for param in sharded.parameters()]
+        clipped.append([norm, *grads])
+    (plain(x).square().sum() / WORKERS).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
+    expected = [norm, *(param.grad for param in plain.parameters())]
+    assert norm > 1.0
+    for found in clipped:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from helpers.sharding_oracle import copied
 
 with warnings.catch_warnings():
@@ -258,16 +258,14 @@ ON_THREE = [
 @pytest.mark.parametrize(
     ("ranks", "cases"), [(1, ON_ONE), (3, ON_THREE)], ids=["one rank", "three ranks"]
 )
+@on_ranks("ranks")
 def test_oss_agrees_with_zero_redundancy_optimizer(ranks, cases):
-    def run():
-        for case in cases:
-            results = []
-            for make in (zero, oss):
-                torch.manual_seed(1)
-                results.append(case(make=make))
-            torch.testing.assert_close(results[1], results[0], msg=lambda m, c=case: f"{c}: {m}")
-
-    run_ranks(ranks, run)
+    for case in cases:
+        results = []
+        for make in (zero, oss):
+            torch.manual_seed(1)
+            results.append(case(make=make))
+        torch.testing.assert_close(results[1], results[0], msg=lambda m, c=case: f"{c}: {m}")
 
 
 # -- a difference ----------------------------------------------------------------------------------

@@ -7,14 +7,7 @@ import time
 import pytest
 
 import manyhands as mh
-from helpers.crew_workers import Store
 from helpers.data_workers import EVERY, DataWorkers, faults
-
-
-@pytest.fixture
-def store():
-    with Store() as store:
-        yield store
 
 
 def test_nothing_is_lost_without_a_fault(store, tmp_path):

@@ -9,7 +9,7 @@ from torch import nn
 
 import manyhands as mh
 from helpers.data_oracle import global_batches, permutation
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from manyhands.blocks._schedule import Schedule
 from manyhands.blocks.averaging import _round
 from manyhands.blocks.averaging._round import StepClock
@@ -185,42 +185,34 @@ def test_one_worker_alone_is_in_step():
     assert positions == list(range(4, 44, 4))
 
 
+@on_ranks(2, raises=RanksDisagree, match="positions of a Cursor")
 def test_workers_with_other_cursors_are_told():
-    def run():
-        model, optimizer, cursor = make(seed=dist.get_rank())
-        for batch in cursor:
-            step(model, optimizer, cursor, batch)
-
-    raises_on_ranks(2, RanksDisagree, run, match="positions of a Cursor")
+    model, optimizer, cursor = make(seed=dist.get_rank())
+    for batch in cursor:
+        step(model, optimizer, cursor, batch)
 
 
+@on_ranks(2, raises=RuntimeError, match="took more than one batch")
 def test_more_batches_than_steps_are_told():
-    def run():
-        model, optimizer, cursor = make(batch_size=2, every=2)
-        for index, batch in enumerate(cursor):
-            cursor.mean(model(batch[:, None].float()).sum()).backward()
-            if index % 3 == 2:
-                optimizer.step()
-
-    raises_on_ranks(2, RuntimeError, run, match="took more than one batch")
+    model, optimizer, cursor = make(batch_size=2, every=2)
+    for index, batch in enumerate(cursor):
+        cursor.mean(model(batch[:, None].float()).sum()).backward()
+        if index % 3 == 2:
+            optimizer.step()
 
 
+@on_ranks(2, raises=ValueError, match="Pass the Ramp a DataLoader")
 def test_a_ramp_in_blocks_is_refused_and_says_what_to_do():
-    def run():
-        rule = mh.AdaScale(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), world_size=1)
-        optimizer = mh.Blocks(rule, every=3)
-        cursor = mh.Cursor(torch.arange(SAMPLES), 4, optimizer=optimizer)
-        next(mh.Ramp(rule, max_scale=4).over(cursor))
-
-    raises_on_ranks(2, ValueError, run, match="Pass the Ramp a DataLoader")
+    rule = mh.AdaScale(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), world_size=1)
+    optimizer = mh.Blocks(rule, every=3)
+    cursor = mh.Cursor(torch.arange(SAMPLES), 4, optimizer=optimizer)
+    next(mh.Ramp(rule, max_scale=4).over(cursor))
 
 
+@on_ranks(2, raises=ValueError, match="these blocks already have a Cursor")
 def test_a_second_cursor_on_the_same_blocks_is_refused():
-    def run():
-        _, optimizer, _cursor = make()
-        mh.Cursor(torch.arange(SAMPLES), 4, optimizer=optimizer)
-
-    raises_on_ranks(2, ValueError, run, match="these blocks already have a Cursor")
+    _, optimizer, _cursor = make()
+    mh.Cursor(torch.arange(SAMPLES), 4, optimizer=optimizer)
 
 
 # -- workers that take steps of their own ----------------------------------------------------------
@@ -268,8 +260,6 @@ def test_unequal_workers_leave_out_less_than_a_batch_each():
     assert len({(rounds, weight) for *_, rounds, weight in found}) == 1
 
 
+@on_ranks(2, raises=ValueError, match="needs overlap=0")
 def test_an_overlap_of_own_steps_is_an_error():
-    def overlapping():
-        make(every=mh.Seconds(4.0, first=4, least=2, own_steps=True), overlap=1)
-
-    raises_on_ranks(2, ValueError, overlapping, match="needs overlap=0")
+    make(every=mh.Seconds(4.0, first=4, least=2, own_steps=True), overlap=1)

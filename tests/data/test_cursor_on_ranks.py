@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from helpers.data_oracle import global_batches
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from manyhands.errors import RanksDisagree
 from manyhands.ramp import _ramp
 
@@ -185,33 +185,31 @@ def test_a_rule_learns_the_numbers_as_from_a_weighted_mean():
     assert by_hand == pytest.approx(first)
 
 
+@on_ranks(2)
 def test_steps_take_no_collective():
-    def run():
-        model = DistributedDataParallel(make_model())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        cursor = mh.Cursor(DATA, BATCH, optimizer=optimizer)
-        counted = []
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    cursor = mh.Cursor(DATA, BATCH, optimizer=optimizer)
+    counted = []
 
-        def count(name):
-            original = getattr(dist.ProcessGroupGloo, name)
+    def count(name):
+        original = getattr(dist.ProcessGroupGloo, name)
 
-            def call(*args, **kwargs):
-                counted.append(name)
-                return original(*args, **kwargs)
+        def call(*args, **kwargs):
+            counted.append(name)
+            return original(*args, **kwargs)
 
-            return call
+        return call
 
-        loop = iter(cursor)
-        next(loop)  # (the ranks compare their positions once in an epoch)
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("allreduce", "allgather", "broadcast", "barrier"):
-                patch.setattr(dist.ProcessGroup, name, count(name))
-            for x, y in loop:
-                cursor.mean(loss_sum(model.module, x, y)).backward()
-                optimizer.step()
-        return len(counted)
-
-    assert run_ranks(2, run) == [0, 0]
+    loop = iter(cursor)
+    next(loop)  # (the ranks compare their positions once in an epoch)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("allreduce", "allgather", "broadcast", "barrier"):
+            patch.setattr(dist.ProcessGroup, name, count(name))
+        for x, y in loop:
+            cursor.mean(loss_sum(model.module, x, y)).backward()
+            optimizer.step()
+    assert len(counted) == 0
 
 
 @pytest.mark.parametrize("name", ["batch_size", "seed", "shuffle", "drop_last"])
@@ -225,37 +223,27 @@ def test_ranks_with_other_arguments_are_told(name):
     raises_on_ranks(3, RanksDisagree, run, match=f"is {name}: rank 0: .*Make the same Cursor")
 
 
+@on_ranks(2, raises=RanksDisagree, match="samples: rank 0: 40; rank 1: 41")
 def test_ranks_with_datasets_of_different_lengths_are_told():
-    def run():
-        mh.Cursor(torch.arange(40 + dist.get_rank()), 8)
-
-    raises_on_ranks(2, RanksDisagree, run, match="samples: rank 0: 40; rank 1: 41")
+    mh.Cursor(torch.arange(40 + dist.get_rank()), 8)
 
 
+@on_ranks(2, raises=ValueError, match="batch_size must be a whole number of at least 1")
 def test_a_mistake_on_one_rank_is_told_to_all():
-    def run():
-        mh.Cursor(torch.arange(40), 0 if dist.get_rank() else 8)
-
-    raises_on_ranks(2, ValueError, run, match="batch_size must be a whole number of at least 1")
+    mh.Cursor(torch.arange(40), 0 if dist.get_rank() else 8)
 
 
+@on_ranks(2, raises=RanksDisagree, match="position.*load the same state on all of them")
 def test_ranks_that_loaded_different_positions_are_told():
-    def run():
-        cursor = mh.Cursor(torch.arange(40), 8)
-        state = cursor.state_dict()
-        cursor.load_state_dict({**state, "fresh": 8 * dist.get_rank()})
-        next(iter(cursor))
-
-    raises_on_ranks(2, RanksDisagree, run, match="position.*load the same state on all of them")
+    cursor = mh.Cursor(torch.arange(40), 8)
+    state = cursor.state_dict()
+    cursor.load_state_dict({**state, "fresh": 8 * dist.get_rank()})
+    next(iter(cursor))
 
 
+@on_ranks(3, raises=ValueError, match="batch_size=2 must be at least the number of ranks, 3")
 def test_a_batch_of_fewer_samples_than_ranks_is_refused():
-    def run():
-        mh.Cursor(torch.arange(40), 2)
-
-    raises_on_ranks(
-        3, ValueError, run, match="batch_size=2 must be at least the number of ranks, 3"
-    )
+    mh.Cursor(torch.arange(40), 2)
 
 
 def ramped(folder, stop, load):

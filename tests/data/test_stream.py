@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from manyhands.data import StreamCursor
 
 SIZES = [17, 3, 0, 40, 9, 1, 26]
@@ -119,16 +119,14 @@ def test_each_sample_comes_once_however_often_the_ranks_change(kind, options):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"buffer_size": 5}], ids=["", "shuffled inside"])
+@on_ranks("ranks")
 def test_a_run_that_is_resumed_on_the_same_ranks_has_the_same_batches(ranks, options):
-    def interrupted():
-        at_once, _, _ = take(None, 5, options)
-        first, state, _ = take(None, 3, options)
-        then, _, _ = take(state, 2, options)
-        assert Counter(at_once) == Counter(first + then)
-        if ranks == 1:  # of several, each one's samples come together
-            assert at_once == first + then
-
-    run_ranks(ranks, interrupted)
+    at_once, _, _ = take(None, 5, options)
+    first, state, _ = take(None, 3, options)
+    then, _, _ = take(state, 2, options)
+    assert Counter(at_once) == Counter(first + then)
+    if ranks == 1:  # of several, each one's samples come together
+        assert at_once == first + then
 
 
 def test_epochs_have_orders_of_their_own():
@@ -241,13 +239,11 @@ def test_a_batch_without_a_step_comes_again():
     assert cursor.position == 8 and next(iter(cursor)) == second
 
 
+@on_ranks(2)
 def test_drop_last_ends_with_the_last_step_that_is_full_on_all_ranks():
-    def count():
-        cursor = mh.Cursor(Counted(), 8, collate_fn=pairs, drop_last=True)
-        return [len(batch) for batch in cursor]
-
-    for sizes in run_ranks(2, count):
-        assert set(sizes) == {4}
+    cursor = mh.Cursor(Counted(), 8, collate_fn=pairs, drop_last=True)
+    sizes = [len(batch) for batch in cursor]
+    assert set(sizes) == {4}
 
 
 def test_one_ranks_error_is_an_error_on_all_of_them():
@@ -283,13 +279,11 @@ def test_mistakes_have_errors():
             cursor.load_state_dict({**state, name: value})
 
 
+@on_ranks(2, raises=ValueError, match="does not support blocks")
 def test_blocks_are_refused_on_every_rank():
-    def go():
-        model = nn.Linear(1, 1)
-        optimizer = mh.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), every=2)
-        mh.Cursor(Counted(), 8, optimizer=optimizer)
-
-    assert all("does not support blocks" in error for error in raises_on_ranks(2, ValueError, go))
+    model = nn.Linear(1, 1)
+    optimizer = mh.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+    mh.Cursor(Counted(), 8, optimizer=optimizer)
 
 
 # -- kills -----------------------------------------------------------------------------------------

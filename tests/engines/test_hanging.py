@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import manyhands as mh
 from helpers.programs import run_programs
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from manyhands._ranks.stop_notice import stop_notice
 from manyhands.engines import _hanging
 from manyhands.engines._stopping import listener
@@ -121,36 +121,31 @@ def test_an_event_loop_keeps_its_wakeup_descriptor():
         os.close(write)
 
 
+@on_ranks(1)
 def test_a_signal_to_a_child_is_no_notice_for_its_parent(monkeypatch):
     monkeypatch.setattr(_hanging, "MARGIN", 0.3)
-
-    def rank():
-        listener.start()
-        child = os.fork()
-        if child == 0:
-            time.sleep(30.0)
-            os._exit(0)
-        time.sleep(0.2)
-        os.kill(child, signal.SIGTERM)
-        time.sleep(1.0)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return stop_notice.reason
-
-    assert run_ranks(1, rank) == [""]
+    listener.start()
+    child = os.fork()
+    if child == 0:
+        time.sleep(30.0)
+        os._exit(0)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    time.sleep(1.0)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert stop_notice.reason == ""
 
 
+@on_ranks(1)
 def test_a_rank_that_was_forked_from_a_listening_process_has_a_watch():
-    def rank():
+    listener.start()
+    child = os.fork()
+    if child == 0:
+        has_none = listener._hang_watch is None
         listener.start()
-        child = os.fork()
-        if child == 0:
-            has_none = listener._hang_watch is None
-            listener.start()
-            os._exit(int(has_none and listener._hang_watch is not None))
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    assert run_ranks(1, rank) == [1]
+        os._exit(int(has_none and listener._hang_watch is not None))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_the_end_of_listening_ends_the_thread():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from manyhands._ranks import ranks as core_ranks
 from manyhands._ranks.ranks import RankGroup
 from manyhands.adaptdl import AdaptiveDataParallel
@@ -199,13 +199,11 @@ def test_a_process_that_is_alone_on_purpose_is_not_warned(under_torchrun, monkey
 
 
 @pytest.mark.usefixtures("under_torchrun")
+@on_ranks(1)
 def test_a_process_that_has_left_its_group_is_not_warned(tmp_path):
-    def train_and_save():
-        model, optimizer = model_and_optimizer()
-        mh.LinearScale(optimizer)
-        dist.destroy_process_group()
-        if core_ranks.os.environ["RANK"]:
-            mh.save(tmp_path, model=model)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-    run_ranks(1, train_and_save)
+    model, optimizer = model_and_optimizer()
+    mh.LinearScale(optimizer)
+    dist.destroy_process_group()
+    if core_ranks.os.environ["RANK"]:
+        mh.save(tmp_path, model=model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from manyhands._ranks.stop_notice import stop_notice
 from manyhands.engines._stopping import listener
 
@@ -84,25 +84,23 @@ def test_without_a_rule_ranks_vote_beside_the_next_step():
     assert all_alike(run_ranks(3, ranks)) == 6
 
 
+@on_ranks(2)
 def test_a_vote_is_one_collective_of_one_number_per_step():
-    def count():
-        from manyhands.engines import _stopping
+    from manyhands.engines import _stopping
 
-        listener.start()
-        mh.stopping()
-        (vote,) = _stopping._votes.values()
-        begun = []
-        start = type(vote._ranks).start_all_reduce
+    listener.start()
+    mh.stopping()
+    (vote,) = _stopping._votes.values()
+    begun = []
+    start = type(vote._ranks).start_all_reduce
 
-        def counted(self, tensor):
-            begun.append(tensor.numel())
-            return start(self, tensor)
+    def counted(self, tensor):
+        begun.append(tensor.numel())
+        return start(self, tensor)
 
-        type(vote._ranks).start_all_reduce = counted
-        train(plain, 99)
-        return begun
-
-    assert run_ranks(2, count) == [[1] * STEPS] * 2
+    type(vote._ranks).start_all_reduce = counted
+    train(plain, 99)
+    assert begun == [1] * STEPS
 
 
 def test_a_file_that_appears_is_a_notice(tmp_path, monkeypatch):
@@ -140,15 +138,13 @@ def test_one_rank_alone_knows_at_once():
     assert mh.stopping(SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
 
 
+@on_ranks(2)
 def test_a_new_default_group_has_a_vote_of_its_own():
-    def ranks():
-        listener.start()
-        train(plain, 1)
-        stop_notice.clear()
-        other = dist.new_group([0, 1])
-        return [mh.stopping(process_group=other) for _ in range(3)]
-
-    assert run_ranks(2, ranks) == [[False] * 3] * 2
+    listener.start()
+    train(plain, 1)
+    stop_notice.clear()
+    other = dist.new_group([0, 1])
+    assert [mh.stopping(process_group=other) for _ in range(3)] == [False] * 3
 
 
 # -- blocks ---------------------------------------------------------------------------------------
@@ -201,24 +197,21 @@ class Numbers(torch.utils.data.Dataset):
         return torch.full((4,), float(i))
 
 
+@on_ranks(1)
 def test_processes_that_load_data_outlive_a_signal_to_the_whole_group():
     """torchrun's agent, systemd and Slurm signal every process that a rank has started."""
-
-    def rank():
-        os.setpgid(0, 0)
-        listener.start()
-        loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=1)
-        seen = 0
-        for batch in loader:
-            seen += len(batch)
-            if seen == 40:
-                os.killpg(0, signal.SIGTERM)
-                time.sleep(0.2)
-            if mh.stopping() and seen == 400:
-                break
-        return seen, stop_notice.reason
-
-    assert run_ranks(1, rank) == [(400, "SIGTERM")]
+    os.setpgid(0, 0)
+    listener.start()
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=1)
+    seen = 0
+    for batch in loader:
+        seen += len(batch)
+        if seen == 40:
+            os.killpg(0, signal.SIGTERM)
+            time.sleep(0.2)
+        if mh.stopping() and seen == 400:
+            break
+    assert (seen, stop_notice.reason) == (400, "SIGTERM")
 
 
 def test_other_children_are_ended_as_ever():

@@ -37,19 +37,7 @@ def outer_step(name, options, anchor, mean_difference, memory):
     raise AssertionError(name)
 
 
-def train(
-    start,
-    gradient,
-    workers,
-    steps,
-    lr,
-    name,
-    options,
-    *,
-    every,
-    overlap=0,
-    fragments=1,
-):
+def train(start, gradient, workers, steps, lr, name, options, *, every, overlap=0, fragments=1):
     """Return each worker's vector after every step of plain gradient descent."""
     xs = [start.clone() for _ in range(workers)]
     anchor, memory = start.clone(), torch.zeros_like(start)

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import manyhands as mh
+from helpers import scaling_oracle
 from helpers.scaling_oracle import (
     OPTIMIZERS,
     adamscale,
-    adascale,
     linear,
     loss_of,
     make_batches,
@@ -36,11 +36,18 @@ def is_measured(step, settled=SETTLED):
 
 
 RULES = {
-    "AdaScale": (mh.AdaScale, adascale, "SGD momentum", SETTLED),
+    "AdaScale": (mh.AdaScale, scaling_oracle.adascale, "SGD momentum", SETTLED),
     # averages restart when it begins to divide, after five steps
     "AdamScale": (mh.AdamScale, adamscale, "AdamW", SETTLED + 5),
     "LinearScale": (mh.LinearScale, linear, "SGD", SETTLED),
 }
+
+
+def adascale(model, passes, **options):
+    """AdaScale around SGD, which measures one step in K."""
+    options = {"smoothing": SMOOTHING, "measure_every": K, **options}
+    inner = OPTIMIZERS["SGD"](two_groups(model))
+    return mh.AdaScale(inner, num_gradients_to_accumulate=passes, **options)
 
 
 def train(rule, passes, steps=STEPS, load=None, **options):

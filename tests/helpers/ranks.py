@@ -7,6 +7,8 @@
 
     assert run_ranks(4, total, 0.5) == [5.0, 5.0, 5.0, 5.0]
 
+A test whose ranks return nothing is decorated with `on_ranks(4)` instead.
+
 A rank is a *fork* of the test process, so it starts in milliseconds with everything imported,
 sees closures and fixtures as they are, and draws from the same seed as every other rank. It has one
 thread, the default process group, and the warning filters of the test (so a warning is an error).
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -119,6 +122,33 @@ def raises_on_ranks(
             f"{len(wrong)} of {world_size} ranks did not raise {wanted}.\n\n" + "\n".join(wrong)
         )
     return [message for _, message, _ in outcomes]
+
+
+def on_ranks(
+    world_size: int | str,
+    *,
+    raises: type[BaseException] | None = None,
+    match: str = "",
+    timeout: float = 60.0,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Decorate a test to run on each rank; `world_size` may be the name of its argument.
+
+    With `raises`, the test passes if every rank raises that exception, as in `raises_on_ranks`.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_each(**given: Any) -> None:
+            __tracebackhide__ = True
+            ranks = given[world_size] if isinstance(world_size, str) else world_size
+            if raises is None:
+                run_ranks(ranks, test, timeout=timeout, **given)
+            else:
+                raises_on_ranks(ranks, raises, test, match=match, timeout=timeout, **given)
+
+        return on_each
+
+    return decorate
 
 
 def as_under_torchrun(**more: str) -> None:

@@ -54,6 +54,20 @@ def loss_of(model, x, y):
     return nn.functional.mse_loss(model(x), y)
 
 
+def backward(model, x, y):
+    """A backward pass for each small batch of a step."""
+    for xs, ys in zip(x, y, strict=True):
+        (loss_of(model, xs, ys) / len(x)).backward()
+
+
+def take_steps(model, optimizer, x, y):
+    """A step for each [small batch][sample] of x and y."""
+    for xs, ys in zip(x, y, strict=True):
+        optimizer.zero_grad()
+        backward(model, xs, ys)
+        optimizer.step()
+
+
 def gradients(model, x, y):
     """One gradient per small batch, as lists of tensors."""
     result = []

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
-from helpers.ranks import as_under_torchrun, raises_on_ranks, run_ranks
+from helpers.ranks import as_under_torchrun, on_ranks, raises_on_ranks, run_ranks
 from helpers.run_command import Command
 from helpers.scaling_oracle import PlainRun, adamscale, adascale, make_batches, make_model
 from manyhands import adaptdl
@@ -204,23 +204,18 @@ def test_the_noise_scale_of_a_prepared_optimizer_is_that_of_a_bare_one():
         epochs_of(accelerator, model, used, accelerator.prepare(loader()))
         return [noise.steps, noise.squared_norm, noise.variance]
 
-    def by_hand():
-        model = make_model()
-        optimizer = SGD(model.parameters(), lr=0.0)
-        sums = []
-        x, y = data()
-        for _ in range(EPOCHS):
-            for begin, end in ((0, 8), (8, 14)):
-                run = PlainRun(model, optimizer, adascale, smoothing=0.0)
-                run.step(x[0, begin:end], y[0, begin:end])
-                sums.append((run.sqr_averages[0].value, run.var_averages[0].value))
-        weights = [0.99**i for i in reversed(range(len(sums)))]
-        return [
-            sum(w * s for w, s in zip(weights, each, strict=True)) / sum(weights)
-            for each in zip(*sums, strict=True)
-        ]
-
-    expected = [4, *by_hand()]
+    model = make_model()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    sums = []
+    x, y = data()
+    for begin, end in ((0, 8), (8, 14)) * EPOCHS:
+        run = PlainRun(model, optimizer, adascale, smoothing=0.0)
+        run.step(x[0, begin:end], y[0, begin:end])
+        sums.append((run.sqr_averages[0].value, run.var_averages[0].value))
+    weights = [0.99**i for i in reversed(range(len(sums)))]
+    expected = [4]
+    for each in zip(*sums, strict=True):
+        expected.append(sum(w * s for w, s in zip(weights, each, strict=True)) / sum(weights))
     for results in run_ranks(2, lambda: [measured(BEFORE), measured(AFTER)]):
         for result in results:
             assert result == pytest.approx(expected, rel=1e-4)
@@ -367,25 +362,25 @@ def test_a_step_that_overflows_is_skipped_and_said_to_be(order, clip):
 
 
 @pytest.mark.parametrize("order", [BEFORE, AFTER])
+@on_ranks(2)
 def test_a_prepared_schedule_steps_by_progress(order):
-    def train():
-        accelerator = accelerator_of()
-        model = make_model()
-        plain = SGD(model.parameters(), **MOMENTUM)
-        decay = LambdaLR(plain, lambda step: 0.9**step)
-        if order == AFTER:
-            model, used = accelerator.prepare(model, plain)
-            used = rule = mh.AdaScale(used)
-        else:
-            rule = mh.AdaScale(plain, num_gradients_to_accumulate=accelerator)
-            model, used = accelerator.prepare(model, rule)
-        schedule, batches = accelerator.prepare(mh.ProgressScheduler(decay, rule), loader())
-        epochs_of(accelerator, model, used, batches, schedule)
-        return rule.progress, schedule.get_last_lr()[0], plain.param_groups[0]["lr"]
-
-    for progress, last, rate in run_ranks(2, train):
-        assert last == rate == pytest.approx(0.05 * 0.9 ** int(progress))
-        assert progress > 4
+    accelerator = accelerator_of()
+    model = make_model()
+    plain = SGD(model.parameters(), **MOMENTUM)
+    decay = LambdaLR(plain, lambda step: 0.9**step)
+    if order == AFTER:
+        model, used = accelerator.prepare(model, plain)
+        used = rule = mh.AdaScale(used)
+    else:
+        rule = mh.AdaScale(plain, num_gradients_to_accumulate=accelerator)
+        model, used = accelerator.prepare(model, rule)
+    schedule, batches = accelerator.prepare(mh.ProgressScheduler(decay, rule), loader())
+    epochs_of(accelerator, model, used, batches, schedule)
+    progress = rule.progress
+    last = schedule.get_last_lr()[0]
+    rate = plain.param_groups[0]["lr"]
+    assert last == rate == pytest.approx(0.05 * 0.9 ** int(progress))
+    assert progress > 4
 
 
 # -- checkpoints -------------------------------------------------------------------------------
@@ -396,32 +391,24 @@ def test_a_prepared_schedule_steps_by_progress(order):
 def test_a_saved_run_goes_on_as_the_whole_one(order, size, tmp_path):
     """Saved by two ranks after one epoch; the second epoch on as many, or on one."""
 
-    def whole_run():
-        return train(order)
-
-    def first_half():
-        accelerator = accelerator_of()
-        model, used, rule = prepared(accelerator, order, "AdaScale", make_model())
-        schedule = accelerator.prepare(mh.ProgressScheduler(LambdaLR(rule, lambda _: 1.0), rule))
-        epochs_of(accelerator, model, used, accelerator.prepare(loader()), schedule, epochs=1)
-        accelerator.save_state(str(tmp_path))
-        return rule.progress
-
-    def second_half():
-        # on one rank a step has twice the passes: the same batch
-        accelerator = accelerator_of(gradient_accumulation_steps=N * 2 // size)
+    def half(load, passes):
+        accelerator = accelerator_of(gradient_accumulation_steps=passes)
         model, used, rule = prepared(accelerator, order, "AdaScale", make_model())
         schedule = accelerator.prepare(mh.ProgressScheduler(LambdaLR(rule, lambda _: 1.0), rule))
         batches = accelerator.prepare(loader())
-        accelerator.load_state(str(tmp_path))
-        at_load = rule.progress
+        if load:
+            accelerator.load_state(str(tmp_path))
+        before = rule.progress
         epochs_of(accelerator, model, used, batches, schedule, epochs=1)
-        return at_load, whole(model), numbers(rule)
+        if not load:
+            accelerator.save_state(str(tmp_path))
+        return before, rule.progress, whole(model), numbers(rule)
 
-    expected = run_ranks(2, whole_run)[0]
-    saved = run_ranks(2, first_half)
-    for at_load, params, read in run_ranks(size, second_half):
-        assert at_load == saved[0]
+    expected = run_ranks(2, train, order)[0]
+    _, saved, _, _ = run_ranks(2, half, False, N)[0]
+    # on one rank a step has twice the passes: the same batch
+    for at_load, _, params, read in run_ranks(size, half, True, N * 2 // size):
+        assert at_load == saved
         torch.testing.assert_close(params, expected[0], rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(read[[0, 2, 3, 4, 5]], expected[1][[0, 2, 3, 4, 5]])
 
@@ -550,7 +537,7 @@ def test_a_sharded_run_goes_on_on_one_process_and_without_sharding(wrapper, orde
     kind = SGD if rule is mh.AdaScale else AdamW
     arguments = MOMENTUM if kind is SGD else {"lr": 0.01}
 
-    def make(size, wrapper):
+    def epoch(size, wrapper, load=None, save=None):
         accelerator = accelerator_of(gradient_accumulation_steps=N * 2 // size)
         model = make_model()
         optimizer = (
@@ -565,10 +552,6 @@ def test_a_sharded_run_goes_on_on_one_process_and_without_sharding(wrapper, orde
         model, used = prepare(accelerator, model, optimizer)
         if rule is not None and order == AFTER:
             used = rule(used)
-        return accelerator, model, used
-
-    def epoch(size, wrapper, load=None, save=None):
-        accelerator, model, used = make(size, wrapper)
         if load is not None:
             accelerator.load_state(str(load))
         epochs_of(accelerator, model, used, accelerator.prepare(loader()), epochs=1)
@@ -638,54 +621,44 @@ def test_tied_weights_are_saved_whole_and_loaded(wrapper, tmp_path):
                 torch.testing.assert_close(params, trained, rtol=0, atol=0)
 
 
+@on_ranks(1, raises=RuntimeError, match=r'Missing key.* "2.weight", "2.bias"')
 def test_weights_that_are_missing_are_an_error(tmp_path):
-    def load():
-        accelerator = accelerator_of()
-        prepare(accelerator, make_model(), SGD(make_model().parameters(), lr=0.1))
-        accelerator.save_state(str(tmp_path))
-        from safetensors.torch import load_file, save_file
+    accelerator = accelerator_of()
+    prepare(accelerator, make_model(), SGD(make_model().parameters(), lr=0.1))
+    accelerator.save_state(str(tmp_path))
+    from safetensors.torch import load_file, save_file
 
-        file = tmp_path / "model.safetensors"
-        save_file({name: t for name, t in load_file(file).items() if name[0] != "2"}, file)
-        accelerator.load_state(str(tmp_path))
-
-    raises_on_ranks(1, RuntimeError, load, match=r'Missing key.* "2.weight", "2.bias"')
+    file = tmp_path / "model.safetensors"
+    save_file({name: t for name, t in load_file(file).items() if name[0] != "2"}, file)
+    accelerator.load_state(str(tmp_path))
 
 
+@on_ranks(2, raises=RuntimeError, match=r"Write mh.save\(path, model=model")
 def test_a_sharded_model_is_an_error_that_says_what_to_use(tmp_path):
-    def save():
-        accelerator = accelerator_of()
-        model = mh.FSDP(make_model())
-        prepare(accelerator, model, SGD(model.parameters(), lr=0.1))
-        accelerator.save_state(str(tmp_path))
-
-    raises_on_ranks(2, RuntimeError, save, match=r"Write mh.save\(path, model=model")
+    accelerator = accelerator_of()
+    model = mh.FSDP(make_model())
+    prepare(accelerator, model, SGD(model.parameters(), lr=0.1))
+    accelerator.save_state(str(tmp_path))
 
 
-def test_blocks_in_place_of_local_sgd_are_blocks_in_a_plain_loop(tmp_path):
-    def plain_loop():
-        model = make_model()
-        optimizer = mh.DiLoCo(SGD(model.parameters(), **MOMENTUM), every=2)
-        x, y = data()
-        rank = dist.get_rank()
-        for _ in range(EPOCHS):
-            for passes in ((0, 1, 2, 3), (4, 5, 6)):
-                for a in passes:
-                    (loss_of(model, x[0, 2 * a + rank], y[0, 2 * a + rank]) / N).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return whole(model)
+@on_ranks(2)
+def test_blocks_in_place_of_local_sgd_are_blocks_in_a_plain_loop():
+    expected = make_model()
+    optimizer = mh.DiLoCo(SGD(expected.parameters(), **MOMENTUM), every=2)
+    x, y = data()
+    rank = dist.get_rank()
+    for passes in ((0, 1, 2, 3), (4, 5, 6)) * EPOCHS:
+        for a in passes:
+            (loss_of(expected, x[0, 2 * a + rank], y[0, 2 * a + rank]) / N).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def under_accelerate():
-        accelerator = accelerator_of()
-        model = make_model()
-        optimizer = mh.DiLoCo(SGD(model.parameters(), **MOMENTUM), every=2)
-        model, used = prepare(accelerator, model, optimizer)
-        epochs_of(accelerator, model, used, accelerator.prepare(loader()))
-        return whole(model)
-
-    for ours, expected in run_ranks(2, lambda: (under_accelerate(), plain_loop())):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    accelerator = accelerator_of()
+    model = make_model()
+    optimizer = mh.DiLoCo(SGD(model.parameters(), **MOMENTUM), every=2)
+    model, used = prepare(accelerator, model, optimizer)
+    epochs_of(accelerator, model, used, accelerator.prepare(loader()))
+    torch.testing.assert_close(whole(model), whole(expected), rtol=0, atol=0)
 
 
 def test_blocks_are_saved_synchronized(tmp_path):
@@ -777,48 +750,41 @@ def test_a_saved_run_of_fsdp2_goes_on_as_the_whole_one(tmp_path):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-8)
 
 
+@on_ranks(2, raises=RuntimeError, match=r"mh.AdaScale\(accelerator.prepare\(optimizer\)\)")
 def test_a_rule_before_fsdp2_is_an_error_before_the_first_step():
-    def train():
-        accelerator = fsdp2()
-        model, used, _ = prepared(accelerator, BEFORE, "AdaScale", make_model())
-        epochs_of(accelerator, model, used, accelerator.prepare(loader()))
-
-    raises_on_ranks(
-        2, RuntimeError, train, match=r"mh.AdaScale\(accelerator.prepare\(optimizer\)\)"
-    )
+    accelerator = fsdp2()
+    model, used, _ = prepared(accelerator, BEFORE, "AdaScale", make_model())
+    epochs_of(accelerator, model, used, accelerator.prepare(loader()))
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "FSDP"])
+@on_ranks(1, raises=TypeError, match="AdaScale (cannot measure|needs) .* Use ")
 def test_what_cannot_be_measured(kind):
-    def make():
-        from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType
 
-        accelerator = accelerator_of()
-        optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
-        accelerator.state.distributed_type = DistributedType(kind)
-        accelerator.state.fsdp_plugin = type("Plugin", (), {"fsdp_version": 1})
-        mh.AdaScale(optimizer)
-
-    raises_on_ranks(1, TypeError, make, match="AdaScale (cannot measure|needs) .* Use ")
+    accelerator = accelerator_of()
+    optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
+    accelerator.state.distributed_type = DistributedType(kind)
+    accelerator.state.fsdp_plugin = type("Plugin", (), {"fsdp_version": 1})
+    mh.AdaScale(optimizer)
 
 
+@on_ranks(2, raises=ValueError, match=r"accumulates 4 passes. Omit the argument")
 def test_a_number_of_passes_that_is_not_accelerates():
-    def make():
-        accelerator = accelerator_of()
-        optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
-        mh.AdaScale(optimizer, num_gradients_to_accumulate=3)
-
-    raises_on_ranks(2, ValueError, make, match=r"accumulates 4 passes. Omit the argument")
+    accelerator = accelerator_of()
+    optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
+    mh.AdaScale(optimizer, num_gradients_to_accumulate=3)
 
 
+@on_ranks(
+    2,
+    raises=TypeError,
+    match=r"integrations.accelerate.prepare\(accelerator, model, mh.DiLoCo\(optimizer",
+)
 def test_blocks_around_a_prepared_optimizer():
-    def make():
-        accelerator = accelerator_of()
-        optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
-        mh.DiLoCo(optimizer, every=2)
-
-    match = r"integrations.accelerate.prepare\(accelerator, model, mh.DiLoCo\(optimizer"
-    raises_on_ranks(2, TypeError, make, match=match)
+    accelerator = accelerator_of()
+    optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
+    mh.DiLoCo(optimizer, every=2)
 
 
 OURS = r"manyhands.integrations.accelerate.prepare"
@@ -884,30 +850,25 @@ def test_accelerates_own_prepare_of_oss_warns_that_parameters_are_not_saved(rule
 
 
 @pytest.mark.filterwarnings("ignore:accelerator.save_state")
+@on_ranks(2, raises=RuntimeError, match=rf"gather_state=True.*{OURS}")
 def test_the_state_of_a_shard_leads_to_prepare(tmp_path):
-    def save():
-        accelerator = accelerator_of()
-        model = make_model()
-        model, optimizer = accelerator.prepare(model, mh.OSS(model.parameters(), optim=SGD, lr=0.1))
-        epochs_of(accelerator, model, optimizer, accelerator.prepare(loader()), epochs=1)
-        accelerator.save_state(str(tmp_path))
-
-    raises_on_ranks(2, RuntimeError, save, match=rf"gather_state=True.*{OURS}")
+    accelerator = accelerator_of()
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, mh.OSS(model.parameters(), optim=SGD, lr=0.1))
+    epochs_of(accelerator, model, optimizer, accelerator.prepare(loader()), epochs=1)
+    accelerator.save_state(str(tmp_path))
 
 
+@on_ranks(2)
 def test_loaders_that_divide_their_samples_among_the_ranks_stay_as_they_are():
-    def same():
-        x, y = data()
-        dataset = TensorDataset(x[0].flatten(0, 1), y[0].flatten(0, 1))
-        loaders = adaptdl.AdaptiveDataLoader(dataset, batch_size=4), mh.Cursor(dataset, 4, seed=0)
-        accelerator = accelerator_of()
-        ours = accelerator.prepare(*loaders)
-        accelerator.prepare(make_model(), loader())
-        return [a is b for a, b in zip(ours, loaders, strict=True)], len(list(ours[0]))
-
-    for kept, batches in run_ranks(2, same):
-        assert kept == [True, True]
-        assert batches == 2 * BATCHES
+    x, y = data()
+    dataset = TensorDataset(x[0].flatten(0, 1), y[0].flatten(0, 1))
+    loaders = adaptdl.AdaptiveDataLoader(dataset, batch_size=4), mh.Cursor(dataset, 4, seed=0)
+    accelerator = accelerator_of()
+    ours = accelerator.prepare(*loaders)
+    accelerator.prepare(make_model(), loader())
+    assert [a is b for a, b in zip(ours, loaders, strict=True)] == [True, True]
+    assert len(list(ours[0])) == 2 * BATCHES
 
 
 CREW = """

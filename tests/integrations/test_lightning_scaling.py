@@ -32,7 +32,7 @@ from helpers.lightning_runs import (
     values,
 )
 from helpers.pages import ROOT, run_page
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from manyhands.ramp import _ramp
 
 pytestmark = MARKS
@@ -199,22 +199,19 @@ def test_a_run_without_a_rule_goes_on_with_one_and_without_it_again(name, tmp_pa
     assert_alike(got, alone.epoch(8, 2, 1), rtol=1e-4, atol=1e-5)
 
 
+@on_ranks(2)
 def test_model_checkpoint_saves_in_mid_epoch_and_training_goes_on(tmp_path):
-    def train():
-        from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
-        saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)
-        options = {"max_epochs": 2, "accumulate_grad_batches": 2}
-        fitted = partial(fit, loader=Resumable)
-        trainer = trainer_of(callbacks=[scaling(), saves], enable_checkpointing=True, **options)
-        whole = fitted(module_of(sgd), trainer)
-        file = str(tmp_path / "epoch=0-step=3.ckpt")
-        resumed = fitted(module_of(sgd), trainer_of(callbacks=[scaling()], **options), resume=file)
-        return whole, resumed
-
-    for whole, resumed in run_ranks(2, train):
-        torch.testing.assert_close(resumed["params"], whole["params"], rtol=0, atol=0)
-        assert resumed["progress"] == whole["progress"]
+    saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    fitted = partial(fit, loader=Resumable)
+    trainer = trainer_of(callbacks=[scaling(), saves], enable_checkpointing=True, **options)
+    whole = fitted(module_of(sgd), trainer)
+    file = str(tmp_path / "epoch=0-step=3.ckpt")
+    resumed = fitted(module_of(sgd), trainer_of(callbacks=[scaling()], **options), resume=file)
+    torch.testing.assert_close(resumed["params"], whole["params"], rtol=0, atol=0)
+    assert resumed["progress"] == whole["progress"]
 
 
 def test_lightnings_own_scheduler_may_change_the_passes():
@@ -390,23 +387,20 @@ def test_a_second_fit_begins_anew():
 
 
 @pytest.mark.filterwarnings("ignore:.*sync_dist=True")
+@on_ranks(1)
 def test_an_optimizer_that_is_made_once_gets_a_rule_in_every_fit(tmp_path):
     file = str(tmp_path / "bare.ckpt")
-
-    def train():
-        fit(module_of(sgd), trainer_of(max_epochs=1), save=file)
-        module, callback = module_of(sgd), scaling()
-        optimizer = sgd(module.parameters())
-        module.configure_optimizers = lambda: optimizer
-        trainer = trainer_of(max_epochs=1, callbacks=[callback])
-        first = fit(module, trainer)["progress"]
-        # what is loaded to validate is not trained on
-        trainer.validate(module, own_loader(8), ckpt_path=file, verbose=False)
-        trainer = trainer_of(max_epochs=1, callbacks=[callback])
-        second = fit(module, trainer)["progress"]
-        return first, second, callback.rule is module.optimizers().optimizer
-
-    assert run_ranks(1, train) == [(8.0, 8.0, True)]
+    fit(module_of(sgd), trainer_of(max_epochs=1), save=file)
+    module, callback = module_of(sgd), scaling()
+    optimizer = sgd(module.parameters())
+    module.configure_optimizers = lambda: optimizer
+    trainer = trainer_of(max_epochs=1, callbacks=[callback])
+    first = fit(module, trainer)["progress"]
+    # what is loaded to validate is not trained on
+    trainer.validate(module, own_loader(8), ckpt_path=file, verbose=False)
+    trainer = trainer_of(max_epochs=1, callbacks=[callback])
+    second = fit(module, trainer)["progress"]
+    assert (first, second, callback.rule is module.optimizers().optimizer) == (8.0, 8.0, True)
 
 
 # -- the batch that sets itself ----------------------------------------------------------------
@@ -497,38 +491,45 @@ def two_optimizers(self):
     return [SGD([param], lr=0.1) for param in list(self.net.parameters())[:2]]
 
 
-def test_several_optimizers_are_an_error():
-    failing(
+def with_averaged_weights():
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    return [scaling(), StochasticWeightAveraging(swa_lrs=0.1)]
+
+
+BY_HAND = {"automatic_optimization": False}
+MISTAKES = {
+    "several optimizers": (
         "configure_optimizers returned 2.*Wrap multiple optimizers in configure_optimizers",
-        methods={"configure_optimizers": two_optimizers},
-        attributes={"automatic_optimization": False},
-    )
-
-
-def test_an_optimizer_without_a_rule_of_its_own_is_an_error():
-    failing(
-        r"got Adagrad. Pass a rule: Scaling\(mh.SqrtScale\)", TypeError, make=torch.optim.Adagrad
-    )
-
-
-def test_a_rule_in_configure_optimizers_and_a_callback_are_an_error():
-    failing("wraps already", TypeError, make=lambda params: mh.AdaScale(sgd(params)))
-
-
-def test_averaged_weights_of_lightnings_kind_are_an_error():
-    def callbacks():
-        from lightning.pytorch.callbacks import StochasticWeightAveraging
-
-        return [scaling(), StochasticWeightAveraging(swa_lrs=0.1)]
-
-    failing("Use Lightning's WeightAveraging", trainer={"callbacks": callbacks})
-
-
-def test_manual_optimization_is_an_error():
-    failing(
+        {"methods": {"configure_optimizers": two_optimizers}, "attributes": BY_HAND},
+    ),
+    "no rule for this optimizer": (
+        r"got Adagrad. Pass a rule: Scaling\(mh.SqrtScale\)",
+        {"error": TypeError, "make": torch.optim.Adagrad},
+    ),
+    "a rule in configure_optimizers as well": (
+        "wraps already",
+        {"error": TypeError, "make": lambda params: mh.AdaScale(sgd(params))},
+    ),
+    "averaged weights of Lightning's kind": (
+        "Use Lightning's WeightAveraging",
+        {"trainer": {"callbacks": with_averaged_weights}},
+    ),
+    "manual optimization": (
         "Scaling needs automatic optimization",
-        attributes={"automatic_optimization": False},
-    )
+        {"attributes": BY_HAND},
+    ),
+    "passes that are said twice": (
+        "num_gradients_to_accumulate is .* Omit it",
+        {"trainer": {"callbacks": lambda: [scaling(num_gradients_to_accumulate=2)]}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_an_error_before_the_first_step(name):
+    match, changed = MISTAKES[name]
+    failing(match, **changed)
 
 
 def test_a_ramp_or_progress_in_blocks_is_an_error():
@@ -547,13 +548,6 @@ def test_a_ramp_or_progress_in_blocks_is_an_error():
         (lambda: [scaling(by_progress=True)], "in blocks, progress differs between devices"),
     ):
         failing(match, trainer={"strategy": in_blocks, "callbacks": callbacks}, ranks=2)
-
-
-def test_passes_that_are_said_twice_are_an_error():
-    failing(
-        "num_gradients_to_accumulate is .* Omit it",
-        trainer={"callbacks": lambda: [scaling(num_gradients_to_accumulate=2)]},
-    )
 
 
 def test_other_strategies_are_an_error():

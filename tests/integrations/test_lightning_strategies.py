@@ -26,7 +26,7 @@ from helpers.lightning_runs import (
     trainer_of,
     values,
 )
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 
 pytestmark = MARKS
 
@@ -115,26 +115,21 @@ def test_manual_optimization_is_the_plain_loop():
     assert_alike(run_ranks(2, train), alone, rtol=1e-4, atol=1e-5)
 
 
+@on_ranks(2, raises=ValueError, match="manual optimization .* Use ShardedDDPStrategy")
 def test_manual_optimization_in_a_sharded_model_is_an_error():
     """Its backward would come before the model's forward ends, which averages no gradients then."""
-
-    def train():
-        module = module_of(sgd, training_step=manual_step)
-        module.automatic_optimization = False
-        fit(module, trainer_of(SHARDINGS["FSDP"](), max_epochs=1))
-
-    raises_on_ranks(2, ValueError, train, match="manual optimization .* Use ShardedDDPStrategy")
+    module = module_of(sgd, training_step=manual_step)
+    module.automatic_optimization = False
+    fit(module, trainer_of(SHARDINGS["FSDP"](), max_epochs=1))
 
 
 @pytest.mark.parametrize("name", ["FSDP", "blocks"])
+@on_ranks(2, raises=ValueError, match="EMAWeightAveraging does not work here")
 def test_averaged_weights_are_an_error_where_devices_differ(name):
-    def train():
-        from lightning.pytorch.callbacks import EMAWeightAveraging
+    from lightning.pytorch.callbacks import EMAWeightAveraging
 
-        make = SHARDINGS.get(name, partial(strategy_of, "BlocksStrategy"))
-        fit(module_of(sgd), trainer_of(make(), max_epochs=1, callbacks=[EMAWeightAveraging()]))
-
-    raises_on_ranks(2, ValueError, train, match="EMAWeightAveraging does not work here")
+    make = SHARDINGS.get(name, partial(strategy_of, "BlocksStrategy"))
+    fit(module_of(sgd), trainer_of(make(), max_epochs=1, callbacks=[EMAWeightAveraging()]))
 
 
 @pytest.mark.parametrize("name", ["ShardedDDP", "FSDP"])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from manyhands.tools.cli._consolidate import open_newest
 
 peft = pytest.importorskip("peft", reason="peft is not installed: make test-integrations")
@@ -193,14 +193,11 @@ def test_peft_loads_what_save_pretrained_wrote(level, tmp_path):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@on_ranks(2)
 def test_pefts_generate_misses_the_wrap_of_level_3():
     """docs/recipes.md says so. If this no longer raises, take it out of the page."""
-
-    def run():
-        model, _ = sharded(adapted(base()), 3)
-        with torch.no_grad():
-            model(torch.arange(6)[None])
-            with pytest.raises(RuntimeError, match="DTensor"):
-                model.generate(torch.arange(6)[None], max_new_tokens=2, pad_token_id=0)
-
-    run_ranks(2, run)
+    model, _ = sharded(adapted(base()), 3)
+    with torch.no_grad():
+        model(torch.arange(6)[None])
+        with pytest.raises(RuntimeError, match="DTensor"):
+            model.generate(torch.arange(6)[None], max_new_tokens=2, pad_token_id=0)

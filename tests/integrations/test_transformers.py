@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.ranks import as_under_torchrun, raises_on_ranks, run_ranks
+from helpers.ranks import as_under_torchrun, on_ranks, raises_on_ranks, run_ranks
 from manyhands import fairscale
 from manyhands.ramp import _ramp
 
@@ -200,11 +200,13 @@ def values(trainer):
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def run(data, folder, resume=None, **options):
-    trainer = trainer_of(data, folder, **options)
+def trained(trainer, resume=None):
     trainer.train(resume_from_checkpoint=resume)
-    rule = rule_in(trainer)
-    return values(trainer), rule.progress, trainer.state.global_step
+    return values(trainer), rule_in(trainer).progress, trainer.state.global_step
+
+
+def run(data, folder, resume=None, **options):
+    return trained(trainer_of(data, folder, **options), resume)
 
 
 def assert_as(ran, plain, rtol=2e-4, atol=2e-6):
@@ -227,18 +229,6 @@ def test_the_last_step_of_an_epoch_is_the_smaller_batch_that_it_is(ranks, tmp_pa
     assert_as(run_ranks(ranks, run, data, tmp_path), Plain().train(data, ranks, 3, 2))
 
 
-def test_means_of_micro_batches_count_the_same_if_the_model_takes_no_number_of_tokens(tmp_path):
-    def train():
-        trainer = trainer_of(data, tmp_path, rule=False)
-        trainer.model_accepts_loss_kwargs = False
-        attach(trainer, mh.AdaScale)
-        trainer.train()
-        return values(trainer), rule_in(trainer).progress, trainer.state.global_step
-
-    data = samples(16)
-    assert_as(run_ranks(2, train), Plain(weighted=False).train(data, 2, 3, 2))
-
-
 class OwnLoss(Trainer):
     """A loss of one's own: the mean of a micro-batch."""
 
@@ -248,13 +238,17 @@ class OwnLoss(Trainer):
         return super().compute_loss(model, inputs, return_outputs, None)
 
 
-def test_a_loss_of_ones_own_that_is_a_mean_is_not_weighed_by_its_tokens(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "value"), [("model_accepts_loss_kwargs", False), ("__class__", OwnLoss)]
+)
+def test_a_loss_that_is_a_mean_is_not_weighed_by_its_tokens(name, value, tmp_path):
+    """The model takes no number of tokens, or the loss is one's own."""
+
     def train():
         trainer = trainer_of(data, tmp_path, rule=False)
-        trainer.__class__ = OwnLoss
+        setattr(trainer, name, value)
         attach(trainer, mh.AdaScale)
-        trainer.train()
-        return values(trainer), rule_in(trainer).progress, trainer.state.global_step
+        return trained(trainer)
 
     data = samples(16)
     assert_as(run_ranks(2, train), Plain(weighted=False).train(data, 2, 3, 2))
@@ -295,8 +289,7 @@ def test_a_rule_that_the_trainer_was_given(tmp_path):
         sgd = SGD(groups, lr=RATE, momentum=0.9)
         trainer.optimizer = mh.AdaScale(sgd, num_gradients_to_accumulate=3)
         attach(trainer)
-        trainer.train()
-        return values(trainer), rule_in(trainer).progress, trainer.state.global_step
+        return trained(trainer)
 
     data = samples(16)
     assert_as(run_ranks(2, train), Plain().train(data, 2, 3, 2))
@@ -333,9 +326,9 @@ def test_max_steps_and_its_schedule_counted_in_progress(tmp_path):
 
     def train():
         trainer = trainer_of(data, tmp_path, by_progress=True, max_steps=end, **LINEAR)
-        trainer.train()
+        found = trained(trainer)
         assert trainer.optimizer.param_groups[0]["lr"] == 0.0
-        return values(trainer), rule_in(trainer).progress, trainer.state.global_step
+        return found
 
     assert_as(run_ranks(2, train), plain, rtol=1e-3, atol=1e-5)
 
@@ -348,15 +341,12 @@ class StopAt(transformers.TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
+@on_ranks(1)
 def test_training_that_ends_before_its_progress_says_so(tmp_path):
-    def train():
-        trainer = trainer_of(data, tmp_path, by_progress=True, max_steps=20)
-        trainer.add_callback(StopAt(1))
-        with pytest.warns(UserWarning, match="small-batch steps of 20"):
-            trainer.train()
-
-    data = samples(12)
-    run_ranks(1, train)
+    trainer = trainer_of(samples(12), tmp_path, by_progress=True, max_steps=20)
+    trainer.add_callback(StopAt(1))
+    with pytest.warns(UserWarning, match="small-batch steps of 20"):
+        trainer.train()
 
 
 def test_logs_have_the_gain_the_scale_and_the_progress(tmp_path):
@@ -383,14 +373,11 @@ def test_data_that_runs_out_in_the_middle_of_a_step(tmp_path):
         def __iter__(self):
             return iter(data)
 
-    def train():
-        return run(Stream(), tmp_path, max_steps=3)
-
     data = samples(4)
     plain = Plain()
     for _ in range(3):
         plain.step(micro_batches_of(data)[:3])
-    assert_as(run_ranks(1, train), plain)
+    assert_as(run_ranks(1, run, Stream(), tmp_path, max_steps=3), plain)
 
 
 # -- a batch that sets itself -------------------------------------------------------------------
@@ -410,9 +397,8 @@ def run_ramp(data, folder, resume=None, end=30, ramp=ramping, passes=1, **option
     options = {"max_steps": end, **LINEAR, **options}
     trainer = trainer_of(data, folder, rule=False, passes=passes, **options)
     attach(trainer, mh.AdaScale, by_progress=True, ramp=ramp, smoothing=0.9)
-    trainer.train(resume_from_checkpoint=resume)
-    scales = [line["scale"] for line in trainer.state.log_history if "loss" in line]
-    return values(trainer), rule_in(trainer).progress, trainer.state.global_step, scales
+    found = trained(trainer, resume)
+    return *found, [line["scale"] for line in trainer.state.log_history if "loss" in line]
 
 
 def test_a_ramp_takes_as_many_micro_batches_as_it_says(tmp_path):
@@ -514,14 +500,11 @@ def test_a_run_without_a_rule_goes_on_with_one(by_progress, tmp_path):
         assert rate == pytest.approx(RATE * linear(30)(steps))
 
 
+@on_ranks(1, raises=ValueError, match="Set by_progress=True, as in the run that saved it")
 def test_a_checkpoint_that_counts_progress_is_not_taken_for_one_that_counts_steps(tmp_path):
-    def train():
-        options = {"max_steps": 12, "save_strategy": "steps", "save_steps": 1}
-        run(data, tmp_path, by_progress=True, **options)
-        run(data, tmp_path, resume=str(tmp_path / "checkpoint-1"), **options)
-
-    data = samples(12)
-    raises_on_ranks(1, ValueError, train, match="Set by_progress=True, as in the run that saved it")
+    data, options = samples(12), {"max_steps": 12, "save_strategy": "steps", "save_steps": 1}
+    run(data, tmp_path, by_progress=True, **options)
+    run(data, tmp_path, resume=str(tmp_path / "checkpoint-1"), **options)
 
 
 @pytest.mark.parametrize("rule", [None, mh.AdaScale])
@@ -888,25 +871,21 @@ def test_an_optimizer_class_that_has_the_rule_in_it(tmp_path):
     assert_as(run_ranks(2, train), Plain().train(data, 2, 3, 2))
 
 
+@on_ranks(1, raises=RuntimeError, match="attached to already")
 def test_attach_is_called_once(tmp_path):
-    def make():
-        attach(trainer_of(samples(4), tmp_path))
-
-    raises_on_ranks(1, RuntimeError, make, match="attached to already")
+    attach(trainer_of(samples(4), tmp_path))
 
 
+@on_ranks(2, raises=RuntimeError, match="Other counts 7.*Do not override")
 def test_a_trainer_that_counts_its_tokens_in_another_way_is_an_error(tmp_path):
     class Other(Trainer):
         def _get_num_items_in_batch(self, batch_samples, device):
             return torch.tensor(7)
 
-    def train():
-        trainer = trainer_of(samples(12), tmp_path, rule=False)
-        trainer.__class__ = Other
-        attach(trainer, mh.AdaScale)
-        trainer.train()
-
-    raises_on_ranks(2, RuntimeError, train, match="Other counts 7.*Do not override")
+    trainer = trainer_of(samples(12), tmp_path, rule=False)
+    trainer.__class__ = Other
+    attach(trainer, mh.AdaScale)
+    trainer.train()
 
 
 def test_another_call_of_train_counts_from_the_beginning(tmp_path):

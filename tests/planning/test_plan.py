@@ -409,35 +409,22 @@ def test_a_rule_derived_from_adamscale_holds_its_replica_too():
     assert found.rows[1].scaling == expected.rows[1].scaling > 0
 
 
-def test_every_rule_of_the_library_can_be_named_and_no_other():
+def test_every_rule_of_the_library_can_be_named():
     public = {name: getattr(mh, name) for name in mh.__all__}
     classes = {name: each for name, each in public.items() if isinstance(each, type)}
     names = [name for name, each in classes.items() if issubclass(each, ScalingRuleBase)]
     assert len(names) >= 5
     for name in names:
         assert mh.plan(nn.Linear(2, 2), rule=name).rule == name
-    with pytest.raises(ValueError, match="rule must be one of"):
-        mh.plan(nn.Linear(2, 2), rule="Cautious")
 
 
 # -- inputs by name, and time ---------------------------------------------------------------------
 
 
 def test_activations_under_autocast_are_those_of_a_real_run():
-    model, input = deep(), torch.randn(64, 256)
-    storages = {}
-
-    def note(tensor):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage
-        return tensor
-
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    noting = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
-    with noting, torch.autocast("cpu", dtype=torch.bfloat16):
-        model(input)
-    measured = sum(s.nbytes() for key, s in storages.items() if key not in known)
+    input = torch.randn(64, 256)
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        measured = really_saved(deep(), input)
         planned = mh.plan(deep, input=input).rows[0].activations
     assert planned == measured
     assert planned != mh.plan(deep, input=input).rows[0].activations
@@ -530,16 +517,12 @@ def test_every_element_has_one_owner(weights, even, workers, bucket):
 @settings(max_examples=50)
 def test_buckets_of_ddp_are_torchs(sizes, halves):
     dtypes = [torch.float16 if i % 4 < halves else torch.float32 for i in range(len(sizes))]
-    tensors = [
-        torch.empty(size, dtype=dtype, device="meta")
-        for size, dtype in zip(sizes, dtypes, strict=True)
-    ]
-    indices, _ = dist._compute_bucket_assignment_by_size(
-        tensors[::-1], list(_costs.DDP_BUCKETS), [False] * len(sizes)
-    )
-    assert ddp_buckets([_model._param_size(tensor.requires_grad_()) for tensor in tensors]) == len(
-        indices
-    )
+    pairs = zip(sizes, dtypes, strict=True)
+    tensors = [torch.empty(size, dtype=dtype, device="meta") for size, dtype in pairs]
+    limits, dense = list(_costs.DDP_BUCKETS), [False] * len(sizes)
+    indices, _ = dist._compute_bucket_assignment_by_size(tensors[::-1], limits, dense)
+    found = ddp_buckets([_model._param_size(tensor.requires_grad_()) for tensor in tensors])
+    assert found == len(indices)
 
 
 def test_what_fully_sharded_costs_is_its_formula():
@@ -752,8 +735,8 @@ def test_activations_without_memory_are_those_of_a_real_run(build, input):
     model = build()
     before = [t.clone() for t in model.state_dict().values()]
     measured = activation_bytes(model, input)
-    for now, then in zip(model.state_dict().values(), before, strict=True):
-        torch.testing.assert_close(now, then, rtol=0, atol=0)  # not even BatchNorm's averages
+    after = list(model.state_dict().values())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)  # not even BatchNorm's averages
     assert measured == really_saved(model, input)
     with torch.device("meta"):
         assert activation_bytes(build(), input.to("meta")) == measured
@@ -865,8 +848,7 @@ def test_the_lines_to_paste_run():
         alone = run_ranks(1, trained, "", several)[0]
         for rank in run_ranks(2, lambda: [trained(row.code, several) for row in rows]):  # noqa: B023
             for row, found in zip(rows, rank, strict=True):
-                for a, b in zip(found, alone, strict=True):
-                    torch.testing.assert_close(a, b, msg=row.code)
+                torch.testing.assert_close(found, alone, msg=row.code)
     assert rows[2].code == "model, optimizers = mh.shard(model, optimizers, level=2)"
 
 
@@ -875,14 +857,10 @@ def test_the_lines_to_paste_run():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("24GiB", 24 * 2**30), ("24 gb", 24 * 10**9), ("512MiB", 2**29), ("1.5k", 1500), (7, 7)],
+    [("24GiB", 24 * 2**30), ("24 gb", 24 * 10**9), ("512MiB", 2**29), (7, 7)],
 )
 def test_sizes_are_read(text, size):
-    if text == "1.5k":
-        with pytest.raises(ValueError, match="24GiB"):
-            parse_bytes(text)
-    else:
-        assert parse_bytes(text) == size
+    assert parse_bytes(text) == size
 
 
 @given(st.integers(1, 2**60))
@@ -896,6 +874,7 @@ def test_sizes_are_written_with_three_digits(size):
         ({"workers": 0}, ValueError, "workers must be a whole number of at least 1, got 0"),
         ({"backend": "mpi"}, ValueError, "one of 'nccl', 'gloo', got 'mpi'"),
         ({"memory": "24 gigs"}, ValueError, 'such as "24GiB"'),
+        ({"memory": "1.5k"}, ValueError, 'such as "24GiB"'),
         ({"memory": -1}, ValueError, "above 0, got -1"),
         ({"network": "50MB"}, ValueError, "got '50MB'.*such as \"50Mbit\""),
         ({"network": "50 MBps"}, ValueError, "Give bits per second"),

@@ -9,24 +9,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
+from helpers.clocks import Clock
 from helpers.ranks import run_ranks
 from manyhands import adaptdl
 from manyhands.adaptdl import _adaptive_loader
 from manyhands.ramp import _observed
 from manyhands.ramp._micro_batches import StepSize, sizes, step_size
-
-
-class Clock:
-    """Seconds that pass as a step of `fixed + per_unit * units` would take."""
-
-    def __init__(self, fixed=4.0, per_unit=1.0):
-        self.now, self.fixed, self.per_unit = 0.0, fixed, per_unit
-
-    def perf_counter(self):
-        return self.now
-
-    def step(self, units):
-        self.now += self.fixed + self.per_unit * units
 
 
 @pytest.fixture

@@ -6,14 +6,7 @@ from statistics import fmean
 import pytest
 
 from manyhands.ramp._decision import Noise, StepTime
-from manyhands.ramp._observed import (
-    ERROR,
-    MEMORIES,
-    WINDOW,
-    Evidence,
-    StepTimes,
-    memory_for,
-)
+from manyhands.ramp._observed import ERROR, MEMORIES, WINDOW, Evidence, StepTimes, memory_for
 
 pytestmark = pytest.mark.quick
 

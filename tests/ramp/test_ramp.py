@@ -13,22 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.clocks import Clock
+from helpers.ranks import on_ranks, run_ranks
 from manyhands.ramp import _observed
 from manyhands.ramp._decision import Noise, StepTime, goodput
-
-
-class Clock:
-    """Seconds that pass as a step of `fixed + per_pass * passes` would take."""
-
-    def __init__(self, fixed=4.0, per_pass=1.0):
-        self.now, self.fixed, self.per_pass = 0.0, fixed, per_pass
-
-    def perf_counter(self):
-        return self.now
-
-    def step(self, passes):
-        self.now += self.fixed + self.per_pass * passes
 
 
 def quadratic(rank=0, batches=4000, spread=1.0):
@@ -237,7 +225,7 @@ def test_a_batch_is_kept_on_another_number_of_workers():
     assert (ramp.passes, ramp.scale) == (24, 24.0)
 
 
-def on_ranks(lengths, wrap=None, fixed=(4.0, 4.0), steps=None, lr=0.01):
+def of_two_ranks(lengths, wrap=None, fixed=(4.0, 4.0), steps=None, lr=0.01):
     """Train on ranks whose loaders and clocks differ; return the passes of each step."""
     rank = dist.get_rank()
     clock = Clock(fixed=fixed[rank])
@@ -253,7 +241,7 @@ def on_ranks(lengths, wrap=None, fixed=(4.0, 4.0), steps=None, lr=0.01):
 
 def test_ranks_have_the_same_batches_and_end_together():
     """One rank has a quarter less data: both end with its last micro-batch."""
-    (seen, scale, params), (other, _, others) = run_ranks(2, on_ranks, (1000, 750))
+    (seen, scale, params), (other, _, others) = run_ranks(2, of_two_ranks, (1000, 750))
     assert seen == other and sum(seen) == 750
     assert scale == 2.0 * seen[-2] or len(set(seen[-12:])) > 1
     torch.testing.assert_close(params, others, rtol=0, atol=0)
@@ -263,49 +251,44 @@ def test_the_mean_time_of_the_ranks_decides():
     """|g|^2 = 1, noise 64, and a pass is a scale of 2: sqrt(a 64 / 2) passes, at the mean a."""
 
     def last(fixed):
-        return run_ranks(2, on_ranks, (4000, 4000), fixed=fixed, steps=60, lr=1e-6)[0][0][-2]
+        return run_ranks(2, of_two_ranks, (4000, 4000), fixed=fixed, steps=60, lr=1e-6)[0][0][-2]
 
     assert 3 <= last((1.0, 1.0)) <= 8
     assert 12 <= last((1.0, 31.0)) <= 29
 
 
 def test_a_rank_without_data_ends_all():
-    assert [seen for seen, *_ in run_ranks(2, on_ranks, (100, 0))] == [[], []]
+    assert [seen for seen, *_ in run_ranks(2, of_two_ranks, (100, 0))] == [[], []]
 
 
+@on_ranks(2)
 def test_gradients_are_averaged_once_a_step_and_nothing_else_is_sent():
     """The plain loop at the same passes, inside no_sync(), has as many collectives."""
-    counts = run_ranks(2, count_collectives)
-    assert counts[0] == counts[1]
-    with_ramp, plain = counts[0]
-    assert with_ramp == plain
+    assert collectives_of_a_step(use_ramp=True) == collectives_of_a_step(use_ramp=False)
 
 
-def count_collectives():
-    def count(use_ramp):
-        model, loader = quadratic(dist.get_rank(), batches=64)
-        ddp = DistributedDataParallel(model)
-        calls = []
-        ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket, calls))
-        optimizer = mh.AdaScale(torch.optim.SGD(ddp.parameters(), lr=0.01))
-        exchange = optimizer._core.measurement.exchange
-        send = exchange.send
-        exchange.send = lambda *a, **k: (calls.append("statistics"), send(*a, **k))[1]
-        if use_ramp:
-            ramp = mh.Ramp(optimizer, 8, goal="steps", model=ddp)
-            seen = train(Clock(), ddp, optimizer, ramp, loader)
-            return len(seen), calls
-        optimizer.set_num_gradients_to_accumulate(2)
-        for first, second in zip(loader[::2], loader[1::2], strict=True):
-            for target, context in ((first, ddp.no_sync()), (second, contextlib.nullcontext())):
-                with context:
-                    loss = (ddp(torch.ones_like(target)) - target).square().mean() / 2
-                    (loss / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return 32, calls
-
-    return [len(calls) / steps for steps, calls in (count(True), count(False))]
+def collectives_of_a_step(use_ramp):
+    model, loader = quadratic(dist.get_rank(), batches=64)
+    ddp = DistributedDataParallel(model)
+    calls = []
+    ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket, calls))
+    optimizer = mh.AdaScale(torch.optim.SGD(ddp.parameters(), lr=0.01))
+    exchange = optimizer._core.measurement.exchange
+    send = exchange.send
+    exchange.send = lambda *a, **k: (calls.append("statistics"), send(*a, **k))[1]
+    if use_ramp:
+        ramp = mh.Ramp(optimizer, 8, goal="steps", model=ddp)
+        steps = len(train(Clock(), ddp, optimizer, ramp, loader))
+        return len(calls) / steps
+    optimizer.set_num_gradients_to_accumulate(2)
+    for first, second in zip(loader[::2], loader[1::2], strict=True):
+        for target, context in ((first, ddp.no_sync()), (second, contextlib.nullcontext())):
+            with context:
+                loss = (ddp(torch.ones_like(target)) - target).square().mean() / 2
+                (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(calls) / 32
 
 
 def with_a_graph(static, passes):
@@ -335,45 +318,39 @@ def reduce(bucket, calls):
 @pytest.mark.parametrize(
     "way", ["OSS", "fully_shard", pytest.param("FSDP", marks=pytest.mark.long)]
 )
+@on_ranks(2)
 def test_under_every_sharding_it_is_the_same_run(way):
-    def run():
+    def run(sharded):
         clock = Clock()
         _observed.time = clock
-        results = []
-        for sharded in (False, True):
-            torch.manual_seed(0)
-            clock.now = 0.0
-            model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).double()
-            if not sharded:
-                parallel = DistributedDataParallel(model)
-                inner = torch.optim.SGD(parallel.parameters(), lr=0.01)
-            elif way == "OSS":
-                inner = mh.OSS(model.parameters(), torch.optim.SGD, lr=0.01)
-                parallel = mh.ShardedDataParallel(model, inner)
-            else:
-                wrap = mh.FullyShardedDataParallel if way == "FSDP" else fully_shard
-                parallel = wrap(model)
-                inner = torch.optim.SGD(parallel.parameters(), lr=0.01)
-            optimizer = mh.AdaScale(inner)
-            ramp = mh.Ramp(optimizer, 32, goal="steps", model=parallel)
-            generator = torch.Generator().manual_seed(dist.get_rank())
-            loader = torch.randn(200, 2, 3, generator=generator, dtype=torch.float64)
-            seen, losses = [], []
-            for micro_batches in ramp.over(loader):
-                for x in micro_batches:
-                    loss = (parallel(x) - 1.0).square().mean()
-                    (loss / len(micro_batches)).backward()
-                    losses.append(loss.item())
-                clock.step(len(micro_batches))
-                optimizer.step()
-                optimizer.zero_grad()
-                seen.append(len(micro_batches))
-            results.append((seen, losses))
-        return results
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).double()
+        if sharded and way == "OSS":
+            inner = mh.OSS(model.parameters(), torch.optim.SGD, lr=0.01)
+            parallel = mh.ShardedDataParallel(model, inner)
+        else:
+            wrap = mh.FullyShardedDataParallel if way == "FSDP" else fully_shard
+            parallel = wrap(model) if sharded else DistributedDataParallel(model)
+            inner = torch.optim.SGD(parallel.parameters(), lr=0.01)
+        optimizer = mh.AdaScale(inner)
+        ramp = mh.Ramp(optimizer, 32, goal="steps", model=parallel)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        loader = torch.randn(200, 2, 3, generator=generator, dtype=torch.float64)
+        seen, losses = [], []
+        for micro_batches in ramp.over(loader):
+            for x in micro_batches:
+                loss = (parallel(x) - 1.0).square().mean()
+                (loss / len(micro_batches)).backward()
+                losses.append(loss.item())
+            clock.step(len(micro_batches))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(len(micro_batches))
+        return seen, losses
 
-    for (seen, losses), (sharded_seen, sharded_losses) in run_ranks(2, run):
-        assert seen == sharded_seen and max(seen) == 16
-        assert losses == pytest.approx(sharded_losses, rel=1e-9)
+    (seen, losses), (sharded_seen, sharded_losses) = run(False), run(True)
+    assert seen == sharded_seen and max(seen) == 16
+    assert losses == pytest.approx(sharded_losses, rel=1e-9)
 
 
 @pytest.mark.sample("AdaScale", "LinearScale")

@@ -420,15 +420,6 @@ def test_options_for_readers_are_above_0(tmp_path, option, value):
     assert not (tmp_path / "a.jsonl").exists()
 
 
-def test_an_error_that_ends_a_run_is_in_its_record_and_is_raised(tmp_path):
-    with pytest.raises(RuntimeError, match="out of memory"), Record(tmp_path / "a.jsonl") as record:
-        record.step(loss=1.0)
-        raise RuntimeError("out of memory")
-    run = read_record(tmp_path / "a.jsonl")
-    assert run.header["error"] == "RuntimeError: out of memory"
-    assert len(run.lines) == 1
-
-
 def test_a_writer_gets_every_number_under_its_group(tmp_path):
     writer, optimizer = Writer(), Optimizer()
     with Record(tmp_path / "a.jsonl", optimizer, writer=writer) as record:

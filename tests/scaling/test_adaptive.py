@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import manyhands as mh
 from helpers import scaling_oracle
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.scaling_oracle import (
     OPTIMIZERS,
     PlainRun,
@@ -97,29 +97,24 @@ def test_several_synchronised_passes_accumulate_as_well():
     rule = mh.AdaScale()
     adp = adaptdl.AdaptiveDataParallel(model, optimizer, scaling_rule=rule)
     x, y = make_batches(1, 3, dtype=torch.float64)
-    mean = None
     for a in range(3):
-        grads = torch.autograd.grad(loss_of(model, x[0, a], y[0, a]), list(model.parameters()))
-        mean = [
-            g / 3 if mean is None else m + g / 3 for m, g in zip(mean or grads, grads, strict=True)
-        ]
         loss_of(adp, x[0, a], y[0, a]).backward()
-    for p, m in zip(model.parameters(), mean, strict=True):
-        torch.testing.assert_close(p.grad, m)
+    loss = sum(loss_of(model, x[0, a], y[0, a]) for a in range(3)) / 3
+    mean = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(mean))
     assert rule.scale == 3.0
     rule.step()
     assert rule.progress == pytest.approx(rule.gain())
 
 
-def test_the_default_rule_goes_by_the_optimizer():
-    for inner, kind in (
-        (torch.optim.SGD, mh.AdaScale),
-        (torch.optim.AdamW, mh.AdamScale),
-        (torch.optim.RMSprop, mh.AdamScale),
-    ):
-        model = make_model()
-        adp = adaptdl.AdaptiveDataParallel(model, inner(model.parameters(), lr=0.1))
-        assert type(adp.scaling_rule) is kind
+@pytest.mark.parametrize(
+    ("inner", "kind"),
+    [("SGD", mh.AdaScale), ("AdamW", mh.AdamScale), ("RMSprop", mh.AdamScale)],
+)
+def test_the_default_rule_goes_by_the_optimizer(inner, kind):
+    model = make_model()
+    optimizer = getattr(torch.optim, inner)(model.parameters(), lr=0.1)
+    assert type(adaptdl.AdaptiveDataParallel(model, optimizer).scaling_rule) is kind
 
 
 def test_names_buffers_and_attributes_are_data_parallels():
@@ -131,16 +126,11 @@ def test_names_buffers_and_attributes_are_data_parallels():
 
 
 def test_the_statistics_have_adaptdls_names():
-    model = make_model()
-    rule = mh.AdaScale()
-    adp = adaptdl.AdaptiveDataParallel(
-        model, torch.optim.SGD(two_groups(model), lr=0.1), scaling_rule=rule
-    )
+    model, rule = make_model(), mh.AdaScale()
+    sgd = torch.optim.SGD(two_groups(model), lr=0.1)
+    adp = adaptdl.AdaptiveDataParallel(model, sgd, scaling_rule=rule)
     adp.gns.set_accum_scale(2.0)
-    x, y = make_batches(1, 2)
-    with adp.no_sync():
-        loss_of(adp, x[0, 0], y[0, 0]).backward()
-    loss_of(adp, x[0, 1], y[0, 1]).backward()
+    passes_of(adp, 2)
     assert (adp.gns.accum_scale, adp.gns.accum_count, rule.scale) == (2.0, 2, 4.0)
     assert adp.gns.gain(4.0) == adp.gain == rule.gain()
     assert len(adp.gns.raw_sqr_avg) == len(adp.gns.raw_var_avg) == 2
@@ -159,41 +149,36 @@ def test_the_statistics_have_adaptdls_names():
     assert len(written) == 4
 
 
+@on_ranks(2)
 def test_a_rule_may_be_bound_to_torchs_own_data_parallel():
-    def run():
-        model = make_model()
-        ddp = nn.parallel.DistributedDataParallel(model)
-        rule = mh.AdaScale()
-        rule.initialize(ddp, torch.optim.SGD(model.parameters(), lr=0.1))
-        x, y = make_batches(1, 4)
-        rank = dist.get_rank()
-        with ddp.no_sync():
-            loss_of(ddp, x[0, 2 * rank], y[0, 2 * rank]).backward()
-        loss_of(ddp, x[0, 2 * rank + 1], y[0, 2 * rank + 1]).backward()
-        rule.step()
-        return rule.scale
-
-    assert run_ranks(2, run) == [4.0, 4.0]
+    model = make_model()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    rule = mh.AdaScale()
+    rule.initialize(ddp, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = make_batches(1, 4)
+    rank = dist.get_rank()
+    with ddp.no_sync():
+        loss_of(ddp, x[0, 2 * rank], y[0, 2 * rank]).backward()
+    loss_of(ddp, x[0, 2 * rank + 1], y[0, 2 * rank + 1]).backward()
+    rule.step()
+    assert rule.scale == 4.0
 
 
 def test_zero_grad_and_unhook():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = optimizer.step
     rule = mh.AdaScale()
-    adp = adaptdl.AdaptiveDataParallel(model, optimizer, scaling_rule=rule)
-    x, y = make_batches(1, 1)
-    loss_of(adp, x[0, 0], y[0, 0]).backward()
+    adp = adaptive(rule)
+    optimizer, step = rule.optimizer, torch.optim.SGD.step
+    passes_of(adp, 1)
     adp.zero_grad(set_to_none=False)
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    assert all(p.grad is not None and not p.grad.any() for p in adp.parameters())
     adp.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in adp.parameters())
     with pytest.raises(RuntimeError, match="without a backward"):
         rule.step()
+    assert "step" in vars(optimizer)
     rule.unhook()
-    assert optimizer.step == step
-    assert "step" not in vars(optimizer)
-    loss_of(adp, x[0, 0], y[0, 0]).backward()
+    assert "step" not in vars(optimizer) and type(optimizer).step is step
+    passes_of(adp, 1)
     optimizer.step()  # the bare optimizer's again
 
 
@@ -240,14 +225,12 @@ def test_a_pass_may_be_less_than_a_small_batch_where_the_whole_batch_is_one():
     assert declared.scale == 1.0
 
 
+@on_ranks(2, raises=ValueError, match=r"number at least 1, got 0\.5")
 def test_a_step_below_the_smallest_scale_is_an_error_on_every_rank():
-    def run():
-        adp = adaptive(mh.AdaScale())
-        adp.gns.set_accum_scale(0.5)
-        passes_of(adp, 1)
-        adp.scaling_rule.step()
-
-    raises_on_ranks(2, ValueError, run, match=r"number at least 1, got 0\.5")
+    adp = adaptive(mh.AdaScale())
+    adp.gns.set_accum_scale(0.5)
+    passes_of(adp, 1)
+    adp.scaling_rule.step()
 
 
 @pytest.mark.parametrize("ranks", [0, 1])
@@ -324,17 +307,16 @@ def test_a_bare_state_dict_leaves_the_patched_optimizers_statistics_alone():
     assert not {"state_dict", "load_state_dict"} & set(vars(optimizer))
 
 
+@on_ranks(2)
 def test_the_state_dict_of_a_sharded_optimizer_takes_its_arguments():
-    def run():
-        model = make_model()
-        optimizer = mh.OSS(model.parameters(), torch.optim.Adam)
-        adp = adaptdl.AdaptiveDataParallel(model, optimizer)
-        passes_of(adp, 1)
-        optimizer.step()
-        state = optimizer.state_dict(all_ranks=True)
-        return [len(state["state"]), state["manyhands"]["progress"] == adp.scaling_rule.progress]
-
-    assert run_ranks(2, run) == [[4, True]] * 2
+    model = make_model()
+    optimizer = mh.OSS(model.parameters(), torch.optim.Adam)
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer)
+    passes_of(adp, 1)
+    optimizer.step()
+    state = optimizer.state_dict(all_ranks=True)
+    assert len(state["state"]) == 4
+    assert state["manyhands"]["progress"] == adp.scaling_rule.progress
 
 
 # -- LEGW without a batch size ---------------------------------------------------------------------
@@ -379,6 +361,4 @@ def test_a_rule_may_take_the_place_of_the_schedule():
     adp = adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
     assert adp.scaling_rule is rule and adp.lr_scheduler is None
     with pytest.raises(TypeError, match="mp_scaler must be a GradScaler, got AdaScale"):
-        adaptdl.AdaptiveDataParallel(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), None, mh.AdaScale()
-        )
+        adaptive(lr_scheduler=None, mp_scaler=mh.AdaScale())

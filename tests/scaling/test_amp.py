@@ -1,7 +1,5 @@
 """With a gradient scaler: the loss scale stays out of the statistics, overflows out of the run."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -63,8 +61,8 @@ def test_a_loss_scale_changes_nothing(inner, way):
     assert optimizer.noise.raw_sqr == pytest.approx(plain.noise.raw_sqr, rel=1e-12)
     assert optimizer.noise.raw_var == pytest.approx(plain.noise.raw_var, rel=1e-12)
     assert gains == pytest.approx(plain_gains, rel=1e-12)
-    for p, q in zip(model.parameters(), plain_model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    params = [list(each.parameters()) for each in (model, plain_model)]
+    torch.testing.assert_close(*params, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("way", ["passed on by step", "gain before step", "unscaled and clipped"])
@@ -77,8 +75,8 @@ def test_an_overflowed_step_is_skipped_by_the_optimizer_and_the_statistics(inner
     assert state["nonfinite"] == 2
     assert state["progress"] == pytest.approx(expected["progress"], rel=1e-9)
     assert optimizer.noise.raw_var == pytest.approx(plain.noise.raw_var, rel=1e-9)
-    for p, q in zip(model.parameters(), plain_model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    params = [list(each.parameters()) for each in (model, plain_model)]
+    torch.testing.assert_close(*params, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("inner", INNERS)
@@ -88,14 +86,12 @@ def test_the_bare_optimizer_under_a_scaler_is_matched_bitwise(inner):
     x, y = make_batches(STEPS, 1)
     for step in range(STEPS):
         optimizer.zero_grad()
-        amp.scale(
-            loss_of(bare, x[step, 0], y[step, 0]) * (torch.inf if step == 2 else 1)
-        ).backward()
+        loss = loss_of(bare, x[step, 0], y[step, 0]) * (torch.inf if step == 2 else 1)
+        amp.scale(loss).backward()
         amp.step(optimizer)
         amp.update()
     ours, _, _ = run(inner, "passed on by step", overflow_at=(2,), passes=1)
-    for p, q in zip(ours.parameters(), bare.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert all(map(torch.equal, ours.parameters(), bare.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -108,9 +104,8 @@ def test_the_bare_optimizer_under_a_scaler_is_matched_bitwise(inner):
 )
 def test_a_scale_that_the_statistics_cannot_know_is_an_error(then, message):
     model = make_model()
-    optimizer = mh.AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mh.AdaScale(sgd, num_gradients_to_accumulate=2)
     amp = scaler()
     x, y = make_batches(1, 2)
     for a in range(2):
@@ -135,26 +130,23 @@ def test_consecutive_gradients_of_different_scales_are_not_compared_unless_the_s
         assert (optimizer.noise.raw_var != (0.0,)) == bool(options)
 
 
-def under_ddp():
-    rank = torch.distributed.get_rank()
-    model = make_model()
-    alone = copy.deepcopy(model)
-    wrapped = DistributedDataParallel(model)
-    amp = scaler()
-    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
-    x, y = make_batches(4, 2)
-    for step in range(4):
-        optimizer.zero_grad()
-        overflow = torch.inf if step == 1 and rank == 1 else 1.0  # on one rank only
-        amp.scale(loss_of(wrapped, x[step, rank], y[step, rank]) * overflow).backward()
-        amp.step(optimizer)
-        amp.update()
-    assert alone is not None
-    return [optimizer.snapshot()["skipped"], optimizer.progress, amp.get_scale()]
-
-
 def test_workers_skip_together():
-    first, second = run_ranks(2, under_ddp)
+    def train():
+        rank = torch.distributed.get_rank()
+        model = make_model()
+        wrapped = DistributedDataParallel(model)
+        amp = scaler()
+        optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+        x, y = make_batches(4, 2)
+        for step in range(4):
+            optimizer.zero_grad()
+            overflow = torch.inf if step == 1 and rank == 1 else 1.0  # on one rank only
+            amp.scale(loss_of(wrapped, x[step, rank], y[step, rank]) * overflow).backward()
+            amp.step(optimizer)
+            amp.update()
+        return [optimizer.snapshot()["skipped"], optimizer.progress, amp.get_scale()]
+
+    first, second = run_ranks(2, train)
     assert first == second
     assert first[0] == 1
 

@@ -131,6 +131,7 @@ def test_another_kind_of_norm_restarts_the_average():
     assert NoiseAverage(1).add(plain, 0.9).add(divided, 0.9).raw_var == fresh.raw_var
     mixed = NoiseAverage(1, mix_norm_kinds=True).add(plain, 0.9).add(divided, 0.9)
     assert mixed.raw_var[0] > 100.0
+    assert mixed.add(plain, 0.9).raw_var == NoiseAverage(1).add(plain, 0.9).raw_var  # after a reset
 
 
 def test_the_floor_of_the_noise_can_be_lowered():
@@ -213,16 +214,6 @@ def test_without_outliers_the_limit_changes_the_noise_by_less_than_1_percent(
     free = average_of(norms, small_batches, 0.999)
     assert limited.var_of() == pytest.approx(free.var_of(), rel=0.01)
     assert limited.sqr_of() == pytest.approx(free.sqr_of(), rel=0.01)
-
-
-def test_one_exploded_gradient_hardly_moves_the_gain():
-    """One of 32 gradients is a thousand times as long as usual, in any direction."""
-    norms = norms_of(60, 32, 50, torch.Generator().manual_seed(0))
-    before = average_of(norms, 32, 0.968).gain(32.0)
-    small, mean = norms[-1]
-    exploded = (small + 1e6, mean + 1e6 / 32**2)
-    after = average_of([*norms, exploded], 32, 0.968).gain(32.0)
-    assert after == pytest.approx(before, rel=0.03)
 
 
 def test_gradients_that_grow_together_are_followed_at_once():

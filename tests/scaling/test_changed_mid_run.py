@@ -10,29 +10,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from helpers.scaling_oracle import loss_of, make_batches, make_model, two_groups
+from helpers.scaling_oracle import loss_of, make_batches, make_model, take_steps, two_groups
 from manyhands import adaptdl
+
+
+def made(passes=2, **options):
+    model = make_model(torch.float64)
+    inner = torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9)
+    return model, mh.AdaScale(inner, num_gradients_to_accumulate=passes, **options)
 
 
 def train(passes, steps, load=None, **options):
     """Steps on however many workers there are; returns the saved state and what it reads."""
     ranked = dist.is_initialized()
     rank, workers = (dist.get_rank(), dist.get_world_size()) if ranked else (0, 1)
-    model = make_model(torch.float64)
+    model, optimizer = made(passes, **options)
     wrapped = DistributedDataParallel(model) if ranked else model
-    inner = torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9)
-    optimizer = mh.AdaScale(inner, num_gradients_to_accumulate=passes, **options)
     if load is not None:
         model.load_state_dict(load["model"])
         optimizer.load_state_dict(load["optimizer"])
     at_load = [optimizer.scale, optimizer.progress, optimizer.gain()]
     x, y = make_batches(steps, workers * passes, dtype=torch.float64)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for a in range(passes):
-            i = rank * passes + a
-            (loss_of(wrapped, x[step, i], y[step, i]) / passes).backward()
-        optimizer.step()
+    own = slice(rank * passes, (rank + 1) * passes)
+    take_steps(wrapped, optimizer, x[:, own], y[:, own])
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     return {"state": state, "at_load": at_load, "progress": optimizer.progress}
 
@@ -81,8 +81,7 @@ def test_a_scale_that_was_given_keeps_its_proportion_to_the_small_batches(loaded
 
 def test_a_proportion_that_makes_no_sense_is_an_error_and_changes_nothing():
     state = on(2, 2, 2, scale=2.0)["state"]["optimizer"]
-    model = make_model(torch.float64)
-    optimizer = mh.AdaScale(torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9))
+    _, optimizer = made(passes=1)
     before = optimizer.snapshot()
     with pytest.raises(ValueError, match=r"number at least 1, got 0\.5"):
         optimizer.load_state_dict(state)
@@ -115,27 +114,17 @@ def test_adamscale_goes_back_to_before_its_first_step():
     optimizer = mh.AdamScale(torch.optim.Adam(model.parameters()), num_gradients_to_accumulate=2)
     state = copy.deepcopy(optimizer.state_dict())
     x, y = make_batches(8, 2)
-    for step in range(8):
-        optimizer.zero_grad()
-        for a in range(2):
-            loss_of(model, x[step, a], y[step, a]).backward()
-        optimizer.step()
+    take_steps(model, optimizer, x, y)
     assert optimizer.noise.norm_kind == "preconditioned"
     optimizer.zero_grad()
     optimizer.load_state_dict(state)
-    for a in range(2):
-        loss_of(model, x[0, a], y[0, a]).backward()
-    optimizer.step()
+    take_steps(model, optimizer, x[:1], y[:1])
     assert optimizer.noise.norm_kind == "plain"
 
 
 def test_a_scale_can_be_set_after_loading():
-    state = train(2, 3, scale=6.0)["state"]
-    model = make_model(torch.float64)
-    optimizer = mh.AdaScale(
-        torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9), num_gradients_to_accumulate=2
-    )
-    optimizer.load_state_dict(state["optimizer"])
+    _, optimizer = made()
+    optimizer.load_state_dict(train(2, 3, scale=6.0)["state"]["optimizer"])
     assert optimizer.scale == 6.0
     optimizer.set_scale(2.0)
     assert optimizer.scale == 2.0
@@ -144,31 +133,21 @@ def test_a_scale_can_be_set_after_loading():
 def test_loading_leaves_the_callers_dict_alone():
     state = train(2, 3)["state"]["optimizer"]
     before = copy.deepcopy(state)
-    model = make_model(torch.float64)
-    optimizer = mh.AdaScale(
-        torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9), num_gradients_to_accumulate=2
-    )
+    model, optimizer = made()
     optimizer.load_state_dict(state)
-    x, y = make_batches(1, 2, dtype=torch.float64)
-    for a in range(2):
-        loss_of(model, x[0, a], y[0, a]).backward()
-    optimizer.step()
+    take_steps(model, optimizer, *make_batches(1, 2, dtype=torch.float64))
     assert state["manyhands"] == before["manyhands"]
     assert state["param_groups"] == before["param_groups"]
 
 
 def test_a_state_dict_that_is_kept_stays_as_it_was():
-    model = make_model(torch.float64)
-    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=2.0)
+    model, optimizer = made(passes=1, scale=2.0)
     x, y = make_batches(3, 1, dtype=torch.float64)
-    for step in range(3):
-        if step == 2:
-            kept = optimizer.state_dict()["manyhands"]
-            before = copy.deepcopy(kept)
-        optimizer.zero_grad()
-        loss_of(model, x[step, 0], y[step, 0]).backward()
-        optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(kept["previous"], before["previous"], strict=True))
+    take_steps(model, optimizer, x[:2], y[:2])
+    kept = optimizer.state_dict()["manyhands"]
+    before = copy.deepcopy(kept)
+    take_steps(model, optimizer, x[2:], y[2:])
+    assert all(map(torch.equal, kept["previous"], before["previous"]))
     assert kept["average"] == before["average"]
 
 
@@ -181,16 +160,8 @@ def test_a_plain_optimizer_takes_our_state_dict():
 
 
 def test_the_gain_is_right_at_once_after_a_change_of_scale():
-    model = make_model(torch.float64)
-    optimizer = mh.AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2
-    )
-    x, y = make_batches(4, 4, dtype=torch.float64)
-    for step in range(4):
-        optimizer.zero_grad()
-        for a in range(2):
-            (loss_of(model, x[step, a], y[step, a]) / 2).backward()
-        optimizer.step()
+    model, optimizer = made()
+    take_steps(model, optimizer, *make_batches(4, 2, dtype=torch.float64))
     sqr, var = optimizer.noise.sqr_of(), optimizer.noise.var_of()
     for update_estimate in (True, False):
         optimizer.set_scale(4.0, update_estimate=update_estimate)
@@ -230,12 +201,7 @@ def rule_after(steps, load=None, **options):
     rule = mh.AdamScale(inner, num_gradients_to_accumulate=2, **options)
     if load is not None:
         rule.load_state_dict(load)
-    x, y = make_batches(steps, 2, dtype=torch.float64)
-    for step in range(steps):
-        rule.zero_grad()
-        for a in range(2):
-            (loss_of(model, x[step, a], y[step, a]) / 2).backward()
-        rule.step()
+    take_steps(model, rule, *make_batches(steps, 2, dtype=torch.float64))
     return rule
 
 

@@ -1,6 +1,7 @@
 """Scaling over torch's `fully_shard`: the statistics are those of plain DDP on the same data."""
 
 import contextlib
+import copy
 import gc
 import io
 
@@ -24,19 +25,13 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.scaling_oracle import trained_as_under_ddp
 from manyhands import adaptdl
 from manyhands._ranks.ranks import RankGroup
 
 SGD_OPTIONS = {"lr": 0.05, "momentum": 0.9}
-PLAIN, ONE, NESTED, WRAPPED, HYBRID = (
-    "DDP",
-    "one group",
-    "nested",
-    "mh.FSDP",
-    "two dimensions",
-)
+PLAIN, ONE, NESTED, WRAPPED, HYBRID = "DDP", "one group", "nested", "mh.FSDP", "two dimensions"
 
 
 class Model(nn.Module):
@@ -285,14 +280,12 @@ def test_modules_run_several_times_and_in_checkpoints(how, reentrant, passes):
     check_equal_to_ddp(2, how, body=body, shard=shard_within, passes=passes, sync_all=False)
 
 
+@on_ranks(2, raises=RuntimeError, match=r"reentrant checkpoints.*use_reentrant=False")
 def test_torchs_wrong_gradient_of_a_module_repeated_in_reentrant_checkpoints_is_an_error():
-    def run():
-        model = shard_within(Model(lambda: Repeated(True)), NESTED)
-        optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1))
-        model(torch.randn(4, 7)).square().mean().backward()
-        optimizer.step()
-
-    raises_on_ranks(2, RuntimeError, run, match=r"reentrant checkpoints.*use_reentrant=False")
+    model = shard_within(Model(lambda: Repeated(True)), NESTED)
+    optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1))
+    model(torch.randn(4, 7)).square().mean().backward()
+    optimizer.step()
 
 
 class Checkpointed(nn.Sequential):
@@ -384,33 +377,65 @@ def test_adaptive_data_parallel_counts_passes(how):
         torch.testing.assert_close(params, plain[1], rtol=1e-4, atol=1e-6)
 
 
+def by_state_dicts(old, new, folder):
+    for each, fresh in zip(old, new, strict=True):
+        fresh.load_state_dict(copy.deepcopy(each.state_dict()))
+
+
+def as_documented_for_sharded_parameters(old, new, folder):
+    (model, optimizer, _), (model_2, optimizer_2, _) = old, new
+    whole = model.state_dict(), model.gather_full_optim_state_dict(optimizer)
+    if dist.get_rank() == 0:
+        torch.save(whole, folder / "whole.pt")
+    dist.barrier()
+    weights, state = torch.load(folder / "whole.pt", weights_only=True)
+    model_2.load_state_dict(weights)
+    optimizer_2.load_state_dict(model_2.get_shard_from_optim_state_dict(state))
+
+
+def by_torch_with_the_scalings_beside_it(old, new, folder):
+    (model, optimizer, _), (model_2, optimizer_2, _) = old, new
+    file = io.BytesIO()
+    state = model.state_dict(), get_optimizer_state_dict(model, optimizer.optimizer)
+    torch.save((*state, optimizer.scaling_state_dict()), file)
+    file.seek(0)
+    weights, state, scaling = torch.load(file, weights_only=True)
+    model_2.load_state_dict(weights)
+    set_optimizer_state_dict(model_2, optimizer_2.optimizer, state)
+    optimizer_2.load_scaling_state_dict(scaling)
+
+
+@pytest.mark.parametrize(
+    ("continues", "how"),
+    [
+        (by_state_dicts, NESTED),
+        (as_documented_for_sharded_parameters, WRAPPED),
+        (by_torch_with_the_scalings_beside_it, NESTED),
+    ],
+)
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
-def test_state_continues_bitwise(rule, optim, options):
-    def run(interrupted):
-        def made():
-            model = distributed(Model(), NESTED)
-            optimizer = rule(optim(model.parameters(), **options))
-            return model, optimizer, StepLR(optimizer, 2, gamma=0.5)
+@on_ranks(2)
+def test_state_continues_bitwise(rule, optim, options, continues, how, tmp_path):
+    def made():
+        model = distributed(Model(), how)
+        optimizer = rule(optim(model.parameters(), **options))
+        return model, optimizer, StepLR(optimizer, 4, gamma=0.5)
 
-        model, optimizer, scheduler = made()
-        for step, batch in enumerate(batches(8)):
-            if step == 5 and interrupted:
-                states = [thing.state_dict() for thing in (model, optimizer, scheduler)]
-                model, optimizer, scheduler = made()
-                for thing, state in zip((model, optimizer, scheduler), states, strict=True):
-                    thing.load_state_dict(state)
-            optimizer.zero_grad()
-            model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
-            optimizer.step()
-            scheduler.step()
-        return numbers(optimizer), optimizer.progress, whole(model)
+    def train(run, batches):
+        seen = []
+        for batch in batches:
+            seen += step_of_two(*run[:2], batch)
+            run[2].step()
+        return seen, whole(run[0])
 
-    def both():
-        return run(False), run(True)
-
-    for straight, resumed in run_ranks(2, both):
-        assert resumed[:2] == straight[:2]
-        torch.testing.assert_close(resumed[2], straight[2], rtol=0, atol=0)
+    old, new = made(), made()
+    train(old, batches(8)[:5])
+    continues(old, new, tmp_path)
+    if continues is not by_state_dicts:
+        new[2].load_state_dict(old[2].state_dict())
+    straight, resumed = train(old, batches(8)[5:]), train(new, batches(8)[5:])
+    assert resumed[0] == straight[0]
+    torch.testing.assert_close(resumed[1], straight[1], rtol=0, atol=0)
 
 
 def step_of_two(model, optimizer, batch):
@@ -418,66 +443,7 @@ def step_of_two(model, optimizer, batch):
     optimizer.zero_grad()
     model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
     optimizer.step()
-    return numbers(optimizer)
-
-
-@pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
-def test_state_gathered_as_documented_for_sharded_parameters_continues_bitwise(
-    rule, optim, options, tmp_path
-):
-    def run():
-        def made():
-            model = distributed(Model(), WRAPPED)
-            return model, rule(optim(model.parameters(), **options))
-
-        model, optimizer = made()
-        *before, last = batches(6)
-        for batch in before:
-            step_of_two(model, optimizer, batch)
-        state = {
-            "model": model.state_dict(),
-            "optim": model.gather_full_optim_state_dict(optimizer),
-        }
-        if dist.get_rank() == 0:
-            torch.save(state, tmp_path / "whole.pt")
-        dist.barrier()
-        state = torch.load(tmp_path / "whole.pt", weights_only=True)
-        model_2, optimizer_2 = made()
-        model_2.load_state_dict(state["model"])
-        optimizer_2.load_state_dict(model_2.get_shard_from_optim_state_dict(state["optim"]))
-        straight, resumed = (
-            step_of_two(*each, last) for each in ((model, optimizer), (model_2, optimizer_2))
-        )
-        return straight, resumed, whole(model), whole(model_2)
-
-    for straight, resumed, params, params_2 in run_ranks(2, run):
-        assert resumed == straight
-        torch.testing.assert_close(params_2, params, rtol=0, atol=0)
-
-
-def test_the_optimizers_state_may_be_saved_by_torch_and_the_scalings_beside_it():
-    def run():
-        def made():
-            model = distributed(Model(), NESTED)
-            return model, mh.AdamScale(AdamW(model.parameters(), lr=0.01))
-
-        model, optimizer = made()
-        *before, last = batches(8)
-        for batch in before:
-            step_of_two(model, optimizer, batch)
-        file = io.BytesIO()
-        state = model.state_dict(), get_optimizer_state_dict(model, optimizer.optimizer)
-        torch.save((*state, optimizer.scaling_state_dict()), file)
-        file.seek(0)
-        weights, state, scaling = torch.load(file, weights_only=True)
-        model_2, optimizer_2 = made()
-        model_2.load_state_dict(weights)
-        set_optimizer_state_dict(model_2, optimizer_2.optimizer, state)
-        optimizer_2.load_scaling_state_dict(scaling)
-        return step_of_two(model, optimizer, last), step_of_two(model_2, optimizer_2, last)
-
-    for straight, resumed in run_ranks(2, run):
-        assert resumed == straight
+    return [*numbers(optimizer), optimizer.progress]
 
 
 def test_a_model_may_have_run_before():
@@ -587,6 +553,7 @@ def test_one_worker_compares_consecutive_gradients():
     assert run_ranks(1, run, ONE)[0] == pytest.approx(run_ranks(1, run, PLAIN)[0], rel=1e-5)
 
 
+@on_ranks(2)
 def test_a_step_costs_one_collective(monkeypatch):
     calls = []
     for name in ("sum_and_gather", "all_gather_slices", "all_reduce", "all_gather_text"):
@@ -594,79 +561,59 @@ def test_a_step_costs_one_collective(monkeypatch):
         monkeypatch.setattr(
             RankGroup, name, lambda *a, method=method, **k: calls.append(1) or method(*a, **k)
         )
-
-    def run():
-        counts = []
-        for watch in (mh.AdaScale, mh.NoiseScale):
-            model = distributed(Model(), NESTED)
-            optimizer = SGD(model.parameters(), lr=0.1)
-            watching = watch(optimizer)
-            for batch in batches(3):
-                calls.clear()
-                optimizer.zero_grad()
-                model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
-                with CommDebugMode() as mode:  # what operations on DTensors would send
-                    (watching if watch is mh.AdaScale else optimizer).step()
-                counts += [len(calls), mode.get_total_counts()]
-        return counts
-
-    for counts in run_ranks(2, run):
-        assert counts == [1, 0] * 6
+    for watch in (mh.AdaScale, mh.NoiseScale):
+        model = distributed(Model(), NESTED)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        watching = watch(optimizer)
+        for batch in batches(3):
+            calls.clear()
+            optimizer.zero_grad()
+            model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+            with CommDebugMode() as mode:  # what operations on DTensors would send
+                (watching if watch is mh.AdaScale else optimizer).step()
+            assert (len(calls), mode.get_total_counts()) == (1, 0)
 
 
 # -- mistakes ------------------------------------------------------------------------------------
 
 
+@on_ranks(2, raises=RuntimeError, match="not averaged")
 def test_the_last_pass_must_be_averaged():
-    def run(how):
-        model = distributed(Model(), how)
-        optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1))
-        with averaging(model, False):
-            model(torch.ones(2, 7)).sum().backward()
-        optimizer.step()
-
-    raises_on_ranks(2, RuntimeError, run, NESTED, match="not averaged")
+    model = distributed(Model(), NESTED)
+    optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1))
+    with averaging(model, False):
+        model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
 
 
+@on_ranks(2, raises=ValueError, match="no module that fully_shard was called on")
 def test_tensor_parallelism_is_refused():
-    def run():
-        mesh = init_device_mesh("cpu", (2,))
-        model = parallelize_module(Model(), mesh, {"first": ColwiseParallel()})
-        mh.AdaScale(SGD(model.first.parameters(), lr=0.1))
-
-    raises_on_ranks(2, ValueError, run, match="no module that fully_shard was called on")
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallelize_module(Model(), mesh, {"first": ColwiseParallel()})
+    mh.AdaScale(SGD(model.first.parameters(), lr=0.1))
 
 
+@on_ranks(4, raises=ValueError, match="tensor parallelism")
 def test_tensor_parallelism_inside_fully_shard_is_refused():
-    def run():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = parallelize_module(Model(), mesh["tp"], {"first": ColwiseParallel()})
-        fully_shard(model, mesh=mesh["dp"])
-        mh.AdaScale(SGD(model.first.parameters(), lr=0.1))
-
-    raises_on_ranks(4, ValueError, run, match="tensor parallelism")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(Model(), mesh["tp"], {"first": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    mh.AdaScale(SGD(model.first.parameters(), lr=0.1))
 
 
+@on_ranks(2, raises=ValueError, match=r"call gc.unfreeze\(\)")
 def test_modules_that_the_garbage_collector_does_not_find():
-    def run():
-        model = fully_shard(Model())
-        gc.freeze()
-        mh.AdaScale(SGD(model.parameters(), lr=0.1))
-
-    raises_on_ranks(2, ValueError, run, match=r"call gc.unfreeze\(\)")
+    model = fully_shard(Model())
+    gc.freeze()
+    mh.AdaScale(SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("options", [{"world_size": 1}])
-def test_other_workers_than_the_meshs_are_refused(options):
-    def run():
-        mh.AdaScale(SGD(fully_shard(Model()).parameters(), lr=0.1), **options)
-
-    raises_on_ranks(2, ValueError, run, match="sharded over 2 workers")
+@on_ranks(2, raises=ValueError, match="sharded over 2 workers")
+def test_other_workers_than_the_meshs_are_refused():
+    mh.AdaScale(SGD(fully_shard(Model()).parameters(), lr=0.1), world_size=1)
 
 
+@on_ranks(2, raises=TypeError, match="AdaptiveDataParallel")
 def test_a_bare_module_does_not_count_passes():
-    def run():
-        model = fully_shard(Model())
-        mh.AdaScale().initialize(model, SGD(model.parameters(), lr=0.1))
-
-    raises_on_ranks(2, TypeError, run, match="AdaptiveDataParallel")
+    model = fully_shard(Model())
+    mh.AdaScale().initialize(model, SGD(model.parameters(), lr=0.1))

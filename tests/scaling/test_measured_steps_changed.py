@@ -18,18 +18,13 @@ from helpers.measured_steps import (
     SMOOTHING,
     STEPS,
     K,
+    adascale,
     is_measured,
     settle_soon,
     train,
 )
-from helpers.ranks import run_ranks
-from helpers.scaling_oracle import (
-    OPTIMIZERS,
-    loss_of,
-    make_batches,
-    make_model,
-    two_groups,
-)
+from helpers.ranks import on_ranks, run_ranks
+from helpers.scaling_oracle import loss_of, make_batches, make_model
 
 
 @pytest.fixture(autouse=True)
@@ -49,43 +44,34 @@ def saved_and_continued(rule, passes, stop):
     for model, optimizer in train(rule, passes):
         whole.append(params_of(model))
         if optimizer.snapshot()["step"] == stop:
-            state = copy.deepcopy(
-                {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            )
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state = copy.deepcopy(state)
     # the option comes from the state dict
-    options = {"load": state, "measure_every": None, "smoothing": None}
-    continued = train(rule, passes, **options)
+    continued = train(rule, passes, load=state, measure_every=None, smoothing=None)
     parts = [params_of(model) for model, _ in continued]
-    same = [
-        all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-        for a, b in zip(whole[stop:], parts, strict=True)
-    ]
-    return all(same)
+    torch.testing.assert_close(parts, whole[stop:], rtol=0, atol=0)
 
 
 @pytest.mark.sample("AdaScale-1-9", "AdaScale-2-10", "AdamScale-1-12", "AdamScale-2-16")
 @pytest.mark.parametrize("stop", [SETTLED, SETTLED + 1, SETTLED + 2, SETTLED + 3, SETTLED + 7])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("rule", ["AdaScale", "AdamScale"])
+@on_ranks("workers")
 def test_a_run_that_was_saved_between_two_measured_steps_continues_bitwise(rule, workers, stop):
-    def go():
-        return saved_and_continued(rule, 3 - workers, stop)
-
-    assert all([go()] if workers == 1 else run_ranks(workers, go))
+    saved_and_continued(rule, 3 - workers, stop)
 
 
+@on_ranks(2)
 def test_a_state_saved_in_the_middle_of_a_step_is_that_before_it():
-    def go():
-        *_, (model, optimizer) = train("AdaScale", 1, steps=SETTLED + 2)
-        before = optimizer.scaling_state_dict()["schedule"]
-        optimizer.zero_grad()
-        wrapped = DDP(model)
-        wrapped(torch.randn(4, 3, dtype=torch.float64)).square().mean().backward()
-        during = optimizer.scaling_state_dict()["schedule"]
-        optimizer.step()
-        return [list(before), list(during), list(optimizer.scaling_state_dict()["schedule"])]
-
-    assert run_ranks(2, go) == [[[1, 1], [1, 1], [0, 2]]] * 2
+    *_, (model, optimizer) = train("AdaScale", 1, steps=SETTLED + 2)
+    before = optimizer.scaling_state_dict()["schedule"]
+    optimizer.zero_grad()
+    wrapped = DDP(model)
+    wrapped(torch.randn(4, 3, dtype=torch.float64)).square().mean().backward()
+    during = optimizer.scaling_state_dict()["schedule"]
+    optimizer.step()
+    assert list(before) == list(during) == [1, 1]
+    assert list(optimizer.scaling_state_dict()["schedule"]) == [0, 2]
 
 
 def test_a_state_from_between_is_loaded_where_every_step_is_measured():
@@ -125,9 +111,7 @@ def test_passes_that_change_between_two_measured_steps():
     def go():
         model = make_model()
         wrapped = DDP(model)
-        optimizer = mh.AdaScale(
-            OPTIMIZERS["SGD"](two_groups(model)), smoothing=SMOOTHING, measure_every=K
-        )
+        optimizer = adascale(model, 1)
         x, y = make_batches(STEPS, 4)
         idle = []
         for step in range(STEPS):

@@ -14,18 +14,13 @@ from helpers.measured_steps import (
     SMOOTHING,
     STEPS,
     K,
+    adascale,
     is_measured,
     settle_soon,
     train,
 )
-from helpers.ranks import RanksFailed, raises_on_ranks, run_ranks
-from helpers.scaling_oracle import (
-    OPTIMIZERS,
-    loss_of,
-    make_batches,
-    make_model,
-    two_groups,
-)
+from helpers.ranks import RanksFailed, on_ranks, raises_on_ranks, run_ranks
+from helpers.scaling_oracle import loss_of, make_batches, make_model
 from manyhands import adaptdl
 from manyhands._ranks.stop_notice import stop_notice
 from manyhands.errors import RanksDisagree
@@ -67,27 +62,22 @@ def every_step_measured(what):
     return any(idle)
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["one gradient", "AdaptiveDataParallel", "Ramp"],
-)
+@pytest.mark.parametrize("what", ["one gradient", "AdaptiveDataParallel", "Ramp"])
 def test_where_the_numbers_of_each_step_are_needed_every_step_is_measured(what):
     assert every_step_measured("nothing")
     assert not every_step_measured(what)
 
 
+@on_ranks(2)
 def test_a_ramp_that_comes_later_measures_every_step_from_its_first_on():
-    def go():
-        idle, ramp = [], None
-        for _, optimizer in train("AdaScale", 1):
-            idle.append(optimizer._core.measurement.hooks.idle)
-            if len(idle) == SETTLED + 2:
-                ramp = mh.Ramp(optimizer, max_scale=2.0)
-        return idle, ramp._steps
-
+    idle, ramp = [], None
+    for _, optimizer in train("AdaScale", 1):
+        idle.append(optimizer._core.measurement.hooks.idle)
+        if len(idle) == SETTLED + 2:
+            ramp = mh.Ramp(optimizer, max_scale=2.0)
     expected = [not is_measured(step) for step in range(STEPS)]
-    expected[SETTLED + 3 :] = [False] * (STEPS - SETTLED - 3)
-    assert run_ranks(2, go) == [(expected, STEPS - SETTLED - 2)] * 2
+    assert idle == expected[: SETTLED + 3] + [False] * (STEPS - SETTLED - 3)
+    assert ramp._steps == STEPS - SETTLED - 2
 
 
 class Listener:
@@ -103,28 +93,24 @@ class Listener:
         self.heard.append(len(reports))
 
 
+@on_ranks(2)
 def test_an_observer_is_given_no_reports_of_an_earlier_step():
-    def go():
-        listener = Listener()
-        for _, optimizer in train("AdaScale", 1, steps=SETTLED + 5):
-            if optimizer.snapshot()["step"] == SETTLED + 2:
-                optimizer.port.observer = listener
-        return listener.heard
-
-    assert run_ranks(2, go) == [[2, 2, 2]] * 2
+    listener = Listener()
+    for _, optimizer in train("AdaScale", 1, steps=SETTLED + 5):
+        if optimizer.snapshot()["step"] == SETTLED + 2:
+            optimizer.port.observer = listener
+    assert listener.heard == [2, 2, 2]
 
 
+@on_ranks(2)
 def test_a_stop_notice_is_passed_on_in_the_next_step_measured_or_not():
-    def go():
-        agreed = []
-        for _, optimizer in train("AdaScale", 1):
-            agreed.append(optimizer.stop_agreed())
-            if len(agreed) == SETTLED + 2 and dist.get_rank() == 1:
-                stop_notice.give("SIGTERM")
-        return agreed.index(True), agreed.count(False)
-
     assert not is_measured(SETTLED + 2)
-    assert run_ranks(2, go) == [(SETTLED + 2, SETTLED + 2)] * 2
+    agreed = []
+    for _, optimizer in train("AdaScale", 1):
+        agreed.append(optimizer.stop_agreed())
+        if len(agreed) == SETTLED + 2 and dist.get_rank() == 1:
+            stop_notice.give("SIGTERM")
+    assert agreed == [False] * (SETTLED + 2) + [True] * (STEPS - SETTLED - 2)
 
 
 # -- mistakes -----------------------------------------------------------------------------------
@@ -136,41 +122,25 @@ def test_a_number_of_steps_that_makes_no_sense(every):
         mh.AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1), measure_every=every)
 
 
+@on_ranks(2, raises=RanksDisagree, match="ranks have different measure_every")
 def test_ranks_must_measure_equally_often():
-    def make():
-        model = make_model()
-        mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), measure_every=dist.get_rank() + 2)
-
-    raises_on_ranks(2, RanksDisagree, make, match="ranks have different measure_every")
+    model = make_model()
+    mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), measure_every=dist.get_rank() + 2)
 
 
-def only_one_rank_loads():
-    """A state from between two measured steps."""
+@on_ranks(2, raises=RanksDisagree, match="Load the state dict on every worker", timeout=20)
+def test_a_state_that_one_rank_has_loaded_is_an_error_in_the_first_step():
     *_, (model, optimizer) = train("AdaScale", 1, steps=SETTLED + 2)
     state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     for _ in train("AdaScale", 1, load=None if dist.get_rank() else state):
         pass
 
 
-def test_a_state_that_one_rank_has_loaded_is_an_error_in_the_first_step():
-    match = "Load the state dict on every worker"
-    raises_on_ranks(2, RanksDisagree, only_one_rank_loads, match=match, timeout=20)
-
-
-def steps_without_a_backward():
-    *_, (_, optimizer) = train("AdaScale", 1, steps=SETTLED + 2)
-    optimizer.step()
-
-
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers", raises=RuntimeError, match="without a backward", timeout=20)
 def test_a_step_without_a_backward(workers):
-    match = "without a backward"
-    if workers == 2:
-        raises_on_ranks(2, RuntimeError, steps_without_a_backward, match=match, timeout=20)
-        return
-    *_, (_, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
-    with pytest.raises(RuntimeError, match=match):
-        optimizer.step()
+    *_, (_, optimizer) = train("AdaScale", 3 - workers, steps=SETTLED + 2)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("step", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
@@ -188,12 +158,7 @@ def one_rank_makes_a_mistake(what, at):
     model = make_model()
     wrapped = DDP(model)
     passes = 2 if what in ("a pass too few", "passes") else 1
-    optimizer = mh.AdaScale(
-        OPTIMIZERS["SGD"](two_groups(model)),
-        num_gradients_to_accumulate=passes,
-        smoothing=SMOOTHING,
-        measure_every=K,
-    )
+    optimizer = adascale(model, passes)
     x, y = make_batches(STEPS, 4)
     for step in range(STEPS):
         try:

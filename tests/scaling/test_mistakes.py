@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from helpers.scaling_oracle import loss_of, make_batches, make_model, two_groups
 from manyhands import adaptdl
 from manyhands.errors import RanksDisagree
@@ -395,7 +395,8 @@ class OfOnesOwn(ScalingRuleBase):
         return 1.0 + dist.get_rank()
 
 
-def step_by_factors_of_ones_own():
+@on_ranks(2, raises=RanksDisagree, match=r"factors .* scale_lr")
+def test_factors_that_differ_are_noticed_at_the_next_step():
     model = make_model()
     wrapped = DistributedDataParallel(model)
     optimizer = OfOnesOwn(sgd(model))
@@ -405,11 +406,9 @@ def step_by_factors_of_ones_own():
         optimizer.step()
 
 
-def test_factors_that_differ_are_noticed_at_the_next_step():
-    raises_on_ranks(2, RanksDisagree, step_by_factors_of_ones_own, match=r"factors .* scale_lr")
-
-
-def step_inside_no_sync(adaptive):
+@pytest.mark.parametrize("adaptive", [False, True])
+@on_ranks(2, raises=RanksDisagree, match="no_sync", timeout=10)
+def test_a_step_inside_no_sync(adaptive):
     model = make_model()
     if adaptive:
         optimizer = sgd(model)
@@ -422,33 +421,16 @@ def step_inside_no_sync(adaptive):
         optimizer.step()
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_a_step_inside_no_sync(adaptive):
-    raises_on_ranks(2, RanksDisagree, step_inside_no_sync, adaptive, match="no_sync", timeout=10)
-
-
-def no_data_parallel():
+@on_ranks(2, raises=RanksDisagree, match="different gradients", timeout=10)
+def test_several_workers_without_data_parallel():
     model = make_model()
     optimizer = mh.AdaScale(sgd(model))
     backward(model, dist.get_rank())
     optimizer.step()
 
 
-def test_several_workers_without_data_parallel():
-    raises_on_ranks(2, RanksDisagree, no_data_parallel, match="different gradients", timeout=10)
-
-
-def step_without_backward(who):
-    model = make_model()
-    wrapped = DistributedDataParallel(model)
-    optimizer = mh.AdaScale(sgd(model))
-    if who == "with gradients":
-        backward(wrapped, dist.get_rank())
-        optimizer.step()
-    optimizer.step()
-
-
-def only_long_parameters():
+@on_ranks(2, raises=RanksDisagree, match="different gradients", timeout=10)
+def test_a_step_inside_no_sync_where_only_long_parameters_are_trained():
     """Every short one is frozen: the witness must be found among the long ones."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.LayerNorm(100))
@@ -463,10 +445,6 @@ def only_long_parameters():
     with wrapped.no_sync():
         wrapped(x * (1 + dist.get_rank())).pow(3).mean().backward()
     optimizer.step()
-
-
-def test_a_step_inside_no_sync_where_only_long_parameters_are_trained():
-    raises_on_ranks(2, RanksDisagree, only_long_parameters, match="different gradients", timeout=10)
 
 
 def in_another_order():
@@ -499,18 +477,20 @@ def test_the_collectives_of_two_optimizers_on_one_model_are_not_mixed_up():
 
 
 @pytest.mark.parametrize("who", ["without gradients", "with gradients"])
+@on_ranks(2, raises=RuntimeError, match="without a backward", timeout=10)
 def test_a_step_without_a_backward_on_every_worker(who):
-    raises_on_ranks(
-        2, RuntimeError, step_without_backward, who, match="without a backward", timeout=10
-    )
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = mh.AdaScale(sgd(model))
+    if who == "with gradients":
+        backward(wrapped, dist.get_rank())
+        optimizer.step()
+    optimizer.step()
 
 
-def wrong_world_size():
-    mh.AdaScale(sgd(), world_size=3)
-
-
+@on_ranks(2, raises=ValueError, match="has 2 worker", timeout=10)
 def test_a_world_size_that_is_not_the_groups():
-    raises_on_ranks(2, ValueError, wrong_world_size, match="has 2 worker", timeout=10)
+    mh.AdaScale(sgd(), world_size=3)
 
 
 def test_gain_on_one_rank_only_does_not_hang():

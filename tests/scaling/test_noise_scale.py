@@ -1,6 +1,5 @@
 """NoiseScale measures a loop and changes nothing in it."""
 
-import copy
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.scaling_oracle import OPTIMIZERS, TrunkAndExtra, loss_of, make_batches, make_model
 
 
@@ -26,15 +25,19 @@ class Known(nn.Module):
         return ((noise + 0.2) * self.weight).sum(dim=1).mean()
 
 
-def measure(model, steps, passes=1, **options):
-    """A NoiseScale after some steps at learning rate 0."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    noise = mh.NoiseScale(optimizer, num_gradients_to_accumulate=passes, **options)
+def train(model, optimizer, steps, passes=1):
     for _ in range(steps):
         optimizer.zero_grad()
         for _ in range(passes):
             (model(9) / passes).backward()
         optimizer.step()
+
+
+def measure(model, steps, passes=1, **options):
+    """A NoiseScale after some steps at learning rate 0."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    noise = mh.NoiseScale(optimizer, num_gradients_to_accumulate=passes, **options)
+    train(model, optimizer, steps, passes)
     return noise
 
 
@@ -73,9 +76,8 @@ def test_it_changes_nothing(name):
     models = make_model(), make_model()
     x, y = make_batches(5, 2)
     for model, watched in zip(models, (True, False), strict=True):
-        optimizer = mh.LinearScale(
-            OPTIMIZERS[name](model.parameters()), num_gradients_to_accumulate=2
-        )
+        inner = OPTIMIZERS[name](model.parameters())
+        optimizer = mh.LinearScale(inner, num_gradients_to_accumulate=2)
         noise = mh.NoiseScale(optimizer, num_gradients_to_accumulate=2) if watched else None
         for step in range(5):
             optimizer.zero_grad()
@@ -83,28 +85,24 @@ def test_it_changes_nothing(name):
                 (loss_of(model, x[step, a], y[step, a]) / 2).backward()
             optimizer.step()
     assert noise is None
-    for p, q in zip(*(m.parameters() for m in models), strict=True):
-        assert torch.equal(p, q)
-
-
-def on_two_workers():
-    model = make_model()
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    noise = mh.NoiseScale(optimizer, batch_size=4)
-    scaled = copy.deepcopy(model)
-    x, y = make_batches(6, 2)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss_of(wrapped, x[step, dist.get_rank()], y[step, dist.get_rank()]).backward()
-        optimizer.step()
-    assert scaled is not None
-    assert noise._steps == 5  # the last one is read when asked for
-    return [noise.noise_scale, noise.standard_error, noise.steps]
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
 def test_every_worker_reads_the_same():
-    first, second = run_ranks(2, on_two_workers)
+    def measured():
+        model = make_model()
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        noise = mh.NoiseScale(optimizer, batch_size=4)
+        x, y = make_batches(6, 2)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(wrapped, x[step, dist.get_rank()], y[step, dist.get_rank()]).backward()
+            optimizer.step()
+        assert noise._steps == 5  # the last one is read when asked for
+        return [noise.noise_scale, noise.standard_error, noise.steps]
+
+    first, second = run_ranks(2, measured)
     assert first == second
     assert first[2] == 6
 
@@ -172,30 +170,15 @@ def test_with_an_optimizer_a_backward_without_a_step_is_ignored():
     assert readings[0][0] == 7
 
 
-def disagreeing(what):
+@pytest.mark.parametrize("what", ["passes", "parameters"])
+@on_ranks(2, raises=ValueError, match="have different num", timeout=10)
+def test_workers_that_measure_different_things(what):
     model = make_model()
     rank = dist.get_rank()
     if what == "passes":
         mh.NoiseScale(torch.optim.SGD(model.parameters()), num_gradients_to_accumulate=1 + rank)
     else:
         mh.NoiseScale(torch.optim.SGD(list(model.parameters())[rank:]))
-
-
-@pytest.mark.parametrize("what", ["passes", "parameters"])
-def test_workers_that_measure_different_things(what):
-    raises_on_ranks(2, ValueError, disagreeing, what, match="have different num", timeout=10)
-
-
-def measures_what_one_rank_does_not_use():
-    model = TrunkAndExtra()
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.extra.parameters(), lr=0.1)
-    noise = mh.NoiseScale(optimizer)
-    for _ in range(3):
-        model.zero_grad()
-        wrapped(torch.ones(2, 3), extra=dist.get_rank() == 0).backward()
-        optimizer.step()
-    return noise.steps
 
 
 def steps_too_early():
@@ -238,8 +221,17 @@ def test_converted_parameters_are_no_longer_measured_and_warned_about():
     optimizer.step()
 
 
+@on_ranks(2)
 def test_a_rank_that_does_not_use_the_parameters():
-    assert run_ranks(2, measures_what_one_rank_does_not_use) == [3, 3]
+    model = TrunkAndExtra()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.extra.parameters(), lr=0.1)
+    noise = mh.NoiseScale(optimizer)
+    for _ in range(3):
+        model.zero_grad()
+        wrapped(torch.ones(2, 3), extra=dist.get_rank() == 0).backward()
+        optimizer.step()
+    assert noise.steps == 3
 
 
 @pytest.mark.parametrize(
@@ -355,11 +347,7 @@ def test_the_accumulation_can_change():
     noise = mh.NoiseScale(optimizer, batch_size=9, smoothing=0.999)
     for passes in (1, 2, 4):
         noise.set_num_gradients_to_accumulate(passes)
-        for _ in range(600):
-            optimizer.zero_grad()
-            for _ in range(passes):
-                (model(9) / passes).backward()
-            optimizer.step()
+        train(model, optimizer, 600, passes)
     assert noise.steps == 1200  # those that compared consecutive gradients were left behind
     assert noise.noise_scale == pytest.approx(36.0, abs=4 * noise.standard_error)
     assert noise.variance == pytest.approx(4.0, rel=0.05)
@@ -370,7 +358,8 @@ def test_the_accumulation_can_change():
         noise.set_num_gradients_to_accumulate(2)
 
 
-def changes_on_one_rank():
+@on_ranks(2, raises=ValueError, match="different calls: rank 0: set_num_grad.*; rank 1: step")
+def test_an_accumulation_that_changes_on_one_rank_only():
     model = make_model()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -382,16 +371,7 @@ def changes_on_one_rank():
             loss_of(wrapped, x[0, 0], y[0, 0]).backward()
     loss_of(wrapped, x[0, 1], y[0, 1]).backward()
     optimizer.step()
-    return noise.steps
-
-
-def test_an_accumulation_that_changes_on_one_rank_only():
-    raises_on_ranks(
-        2,
-        ValueError,
-        changes_on_one_rank,
-        match="different calls: rank 0: set_num_grad.*; rank 1: step",
-    )
+    _ = noise.steps
 
 
 def observed(noise):
@@ -411,7 +391,7 @@ def test_a_measurement_continues_bitwise(passes, tmp_path):
                 (model(9) * (math.nan if step == 2 else 1.0) / passes).backward()
             optimizer.step()
 
-    def made(**options):
+    def made():
         model = Known()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -419,19 +399,16 @@ def test_a_measurement_continues_bitwise(passes, tmp_path):
             model.weight.grad.nan_to_num_()
 
         optimizer.register_step_pre_hook(no_step_along_nan)
-        return (
-            mh.NoiseScale(optimizer, num_gradients_to_accumulate=passes, **options),
-            model,
-            optimizer,
-        )
+        options = {"batch_size": 9, "smoothing": 0.9, "num_gradients_to_accumulate": passes}
+        return mh.NoiseScale(optimizer, **options), model, optimizer
 
-    whole = made(batch_size=9, smoothing=0.9)
+    whole = made()
     run(0, 10, *whole)
-    begun = made(batch_size=9, smoothing=0.9)
+    begun = made()
     run(0, 6, *begun)
     torch.save([begun[0].state_dict(), begun[1].state_dict()], tmp_path / "state")
     mine, of_model = torch.load(tmp_path / "state", weights_only=True)
-    again = made(batch_size=9, smoothing=0.9)
+    again = made()
     again[1].load_state_dict(of_model)
     again[0].load_state_dict(mine)
     assert observed(again[0]) == observed(begun[0])
@@ -441,22 +418,14 @@ def test_a_measurement_continues_bitwise(passes, tmp_path):
 
 
 def test_a_checkpoint_takes_the_measurement(tmp_path):
-    def run():
-        model = Known()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        noise = mh.NoiseScale(optimizer, batch_size=9)
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(9).backward()
-            optimizer.step()
-        mh.save(tmp_path, model=model, optimizer=optimizer, noise=noise)
-        other = Known()
-        again = mh.NoiseScale(torch.optim.SGD(other.parameters()), batch_size=9)
-        mh.load(tmp_path, noise=again)
-        return observed(noise), observed(again)
-
-    before, after = run()
-    assert before == after
+    model = Known()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    noise = mh.NoiseScale(optimizer, batch_size=9)
+    train(model, optimizer, 4)
+    mh.save(tmp_path, model=model, optimizer=optimizer, noise=noise)
+    again = mh.NoiseScale(torch.optim.SGD(Known().parameters()), batch_size=9)
+    mh.load(tmp_path, noise=again)
+    assert observed(again) == observed(noise)
 
 
 def test_a_measurement_is_converted_to_another_batch_size():

@@ -10,14 +10,16 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 import manyhands as mh
-from helpers.scaling_oracle import loss_of, make_batches, make_model, two_groups
+from helpers.scaling_oracle import (
+    backward,
+    loss_of,
+    make_batches,
+    make_model,
+    take_steps,
+    two_groups,
+)
 
 pytestmark = pytest.mark.quick
-
-
-def backward(model, x, y, passes):
-    for a in range(passes):
-        (loss_of(model, x[a], y[a]) / passes).backward()
 
 
 def scaled_and_plain_model(**options):
@@ -59,7 +61,7 @@ def test_every_scheduler_sets_the_small_batch_rate(name):
     x, y = make_batches(6, 2)
     for step in range(6):
         scaled.zero_grad()
-        backward(model, x[step], y[step], 2)
+        backward(model, x[step], y[step])
         scaled.step()
         bare.step()
         arguments = (1.0,) if name == "ReduceLROnPlateau" else ()
@@ -93,7 +95,7 @@ def test_hooks_fire_once_a_step_whoever_registers_them():
     scaled.register_state_dict_post_hook(lambda *_: calls.append("state dict"))
     scaled.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
     x, y = make_batches(1, 2)
-    backward(model, x[0], y[0], 2)
+    backward(model, x[0], y[0])
     try:
         scaled.step()
     finally:
@@ -122,7 +124,7 @@ def test_closures_are_run_before_the_gain_is_taken_and_their_loss_is_returned():
 
         loss = scaled.step(closure)
         by_hand.zero_grad()
-        backward(twin, x[step], y[step], 2)
+        backward(twin, x[step], y[step])
         expected = by_hand.step()
         assert expected is None
         assert float(loss) > 0
@@ -151,8 +153,7 @@ def test_an_optimizer_that_evaluates_the_closure_often_runs_it_often():
 
     ours = mh.LinearScale(torch.optim.LBFGS(model.parameters(), lr=0.5))
     assert train(model, ours) == train(bare, torch.optim.LBFGS(bare.parameters(), lr=0.5))
-    for p, q in zip(model.parameters(), bare.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert all(map(torch.equal, model.parameters(), bare.parameters()))
 
 
 def test_arguments_of_step_and_zero_grad_are_passed_on():
@@ -168,7 +169,7 @@ def test_arguments_of_step_and_zero_grad_are_passed_on():
     model = make_model()
     optimizer = mh.AdaScale(Recorder(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
     x, y = make_batches(1, 2)
-    backward(model, x[0], y[0], 2)
+    backward(model, x[0], y[0])
     optimizer.step(note="here")
     optimizer.zero_grad(False, why="because")
     assert (optimizer.note, optimizer.why) == ("here", "because")
@@ -182,9 +183,7 @@ def test_a_learning_rate_in_a_tensor_is_scaled_in_place_and_restored():
     optimizer = mh.LinearScale(inner, num_gradients_to_accumulate=2)
     seen = []
     optimizer.register_step_pre_hook(lambda o, *_: seen.append(float(o.param_groups[0]["lr"])))
-    x, y = make_batches(1, 2)
-    backward(model, x[0], y[0], 2)
-    optimizer.step()
+    take_steps(model, optimizer, *make_batches(1, 2))
     assert seen == [pytest.approx(0.2)]
     assert optimizer.param_groups[0]["lr"] is rate
     assert torch.equal(rate, torch.tensor(0.1))
@@ -197,10 +196,8 @@ def test_rates_are_restored_when_the_step_fails():
 
     model = make_model()
     optimizer = mh.LinearScale(Fails(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
-    x, y = make_batches(1, 2)
-    backward(model, x[0], y[0], 2)
     with pytest.raises(OverflowError):
-        optimizer.step()
+        take_steps(model, optimizer, *make_batches(1, 2))
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
@@ -218,8 +215,7 @@ def test_distributed_checkpoint_takes_the_optimizer_inside():
 
     model, scaled = scaled_and_plain_model()
     x, y = make_batches(2, 2)
-    backward(model, x[0], y[0], 2)
-    scaled.step()
+    take_steps(model, scaled, x[:1], y[:1])
     state = copy.deepcopy(get_optimizer_state_dict(model, scaled.optimizer))
     ours = scaled.scaling_state_dict()
     fresh_model, fresh = scaled_and_plain_model()
@@ -227,13 +223,10 @@ def test_distributed_checkpoint_takes_the_optimizer_inside():
     get_optimizer_state_dict(fresh_model, fresh)  # fills in the empty state with a step at lr 0
     set_optimizer_state_dict(fresh_model, fresh.optimizer, state)
     fresh.load_scaling_state_dict(ours)
-    for m, o in ((model, scaled), (fresh_model, fresh)):
-        o.zero_grad()
-        backward(m, x[1], y[1], 2)
-        o.step()
+    take_steps(model, scaled, x[1:], y[1:])
+    take_steps(fresh_model, fresh, x[1:], y[1:])
     assert fresh.progress == scaled.progress
-    for p, q in zip(model.parameters(), fresh_model.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert all(map(torch.equal, model.parameters(), fresh_model.parameters()))
 
 
 def test_repr_shows_the_settings_and_the_inner_optimizer():
@@ -247,16 +240,12 @@ def test_groups_can_be_added():
     inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
     optimizer = mh.AdaScale(inner, num_gradients_to_accumulate=2)
     x, y = make_batches(3, 2)
-    backward(model, x[0], y[0], 2)
-    optimizer.step()
+    take_steps(model, optimizer, x[:1], y[:1])
     one = optimizer.noise.raw_var
     optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
     assert optimizer.noise.raw_var == (*one, 0.0)
     assert optimizer.noise.raw_sqr[1] == 1.0
-    for step in (1, 2):
-        model.zero_grad()
-        backward(model, x[step], y[step], 2)
-        optimizer.step()
+    take_steps(model, optimizer, x[1:], y[1:])
     assert len(optimizer.factors) == 2
     assert optimizer.gain(1) > 1.0
     state = optimizer.state_dict()
@@ -267,25 +256,19 @@ def test_a_warning_free_life_around_every_optimizer_of_torch():
     """Nothing about the wrapper assumes SGD or Adam."""
     skipped = {"Optimizer", "SparseAdam", "LBFGS", "Muon", "_MultiTensorOptimizer"}
     names = [n for n in dir(torch.optim) if n[0].isupper() and n not in skipped]
-    x, y = make_batches(2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in names:
             model = make_model()
             inner = getattr(torch.optim, name)(model.parameters(), lr=0.01)
             optimizer = mh.LinearScale(inner, num_gradients_to_accumulate=2)
-            for step in range(2):
-                optimizer.zero_grad()
-                backward(model, x[step], y[step], 2)
-                optimizer.step()
+            take_steps(model, optimizer, *make_batches(2, 2))
             assert optimizer.snapshot()["step"] == 2
 
 
 def test_snapshot_is_plain_numbers():
     model, scaled = scaled_and_plain_model()
-    x, y = make_batches(1, 2)
-    backward(model, x[0], y[0], 2)
-    scaled.step()
+    take_steps(model, scaled, *make_batches(1, 2))
     snapshot = scaled.snapshot()
     assert set(snapshot) == {
         "step", "progress", "scale", "workers", "passes", "gain", "lr", "factor", "sqr", "var",
@@ -301,11 +284,7 @@ def test_noise_that_was_not_measured_is_not_a_number():
     """At scale 1 nothing need be known, and nothing is."""
     model = make_model()
     optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
-    x, y = make_batches(2, 1)
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(model, x[step], y[step], 1)
-        optimizer.step()
+    take_steps(model, optimizer, *make_batches(2, 1))
     snapshot = optimizer.snapshot()
     assert (snapshot["sqr"], snapshot["var"], snapshot["noise_scale"]) == ([None], [None], [None])
     assert (snapshot["gain"], snapshot["progress"]) == (1.0, 2.0)
@@ -326,7 +305,7 @@ def test_a_schedule_driven_by_progress_is_the_same_at_every_scale(every):
     steps = 0
     while not schedule.done:
         optimizer.zero_grad()
-        backward(model, x[steps], y[steps], 4)
+        backward(model, x[steps], y[steps])
         optimizer.step()
         schedule.step()
         steps += 1
@@ -351,9 +330,7 @@ def test_a_schedule_driven_by_progress_passes_for_one_of_torchs():
     assert isinstance(schedule, schedulers.LRScheduler)
     assert schedule.optimizer is optimizer
     assert (schedule.last_epoch, schedule.base_lrs) == (0, [0.1, 0.1])
-    x, y = make_batches(1, 2)
-    backward(model, x[0], y[0], 2)
-    optimizer.step()
+    take_steps(model, optimizer, *make_batches(1, 2))
     optimizer.set_progress(2.5)
     for _ in range(3):  # trainers call it for each process; it follows the progress
         schedule.step()
@@ -398,8 +375,7 @@ def test_a_run_saved_before_it_was_wrapped_continues_bit_for_bit(name):
     train(model, optimizer, schedule, batches[3:])
     assert schedule.done
     assert inner.param_groups[0]["lr"] == old[1].param_groups[0]["lr"]
-    for ours, theirs in zip(model.parameters(), old[0].parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, model.parameters(), old[0].parameters()))
 
 
 def test_a_schedule_driven_by_progress_finds_the_rule_and_needs_one():
@@ -425,7 +401,7 @@ def test_one_cycle_ends_at_the_end_of_progress_without_an_error():
     x, y = make_batches(20, 4)
     for step in range(20):
         optimizer.zero_grad()
-        backward(model, x[step], y[step], 4)
+        backward(model, x[step], y[step])
         optimizer.step()
         schedule.step()
     assert schedule.done

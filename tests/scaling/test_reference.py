@@ -12,13 +12,7 @@ from helpers.ranks import run_ranks
 from helpers.recorded import recorded_values
 from manyhands import adaptdl
 from manyhands.scaling import _noise
-from manyhands.scaling._noise import (
-    DebiasedAverage,
-    Estimate,
-    NoiseAverage,
-    apply_floor,
-    estimate,
-)
+from manyhands.scaling._noise import DebiasedAverage, Estimate, NoiseAverage, apply_floor, estimate
 from manyhands.scaling._rules import legw_factor
 
 NOISE = recorded_values("noise_and_gain")

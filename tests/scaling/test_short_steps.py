@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from helpers.scaling_oracle import (
     PlainRun,
     adamscale,
@@ -302,18 +302,16 @@ def test_without_any_pass_there_is_nothing_to_count():
 
 
 @pytest.mark.parametrize("passes", [(4, 3), (3, 2)])
+@on_ranks(2, raises=RanksDisagree, match="different numbers of backward passes in a step")
 def test_ranks_that_run_different_numbers_of_passes(passes):
-    def step():
-        model = make_model()
-        loop = Loop()
-        optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=loop)
-        own = passes[dist.get_rank()]
-        for a in range(own):
-            loop.sync_gradients = a == own - 1
-            backward(model, 1)
-        optimizer.step()
-
-    raises_on_ranks(2, RanksDisagree, step, match="different numbers of backward passes in a step")
+    model = make_model()
+    loop = Loop()
+    optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=loop)
+    own = passes[dist.get_rank()]
+    for a in range(own):
+        loop.sync_gradients = a == own - 1
+        backward(model, 1)
+    optimizer.step()
 
 
 def test_a_loop_that_decides_divides_its_losses():

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.scaling_oracle import TrunkAndExtra, loss_of, make_batches, make_model
 
 
@@ -40,23 +40,26 @@ def by_hand(small_gradients):
 def grads_alone(model, losses):
     """The gradient of each loss, one at a time, zeros where a parameter takes no part."""
     params = list(model.parameters())
-    return [
-        [
-            torch.zeros_like(p) if g is None else g.to_dense()
-            for p, g in zip(
-                params,
-                torch.autograd.grad(loss, [p for p in params], allow_unused=True),
-                strict=True,
-            )
-        ]
-        for loss in losses
-    ]
+    result = []
+    for loss in losses:
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        pairs = zip(params, grads, strict=True)
+        result.append([torch.zeros_like(p) if g is None else g.to_dense() for p, g in pairs])
+    return result
 
 
 def check(optimizer, gradients, rel=1e-5):
     sqr, var = by_hand(gradients)
     assert sum(optimizer.noise.raw_sqr) == pytest.approx(sqr, rel=rel)
     assert sum(optimizer.noise.raw_var) == pytest.approx(var, rel=rel)
+
+
+def check_passes(optimizer, model, loss):
+    """Two backward passes, of `loss(0)` and `loss(1)`: the statistics are those by hand."""
+    expected = grads_alone(model, [loss(a) for a in range(2)])
+    for a in range(2):
+        (loss(a) / 2).backward()
+    check(optimizer, expected)
 
 
 # -- the ways a loop may clear its gradients ----------------------------------------------------
@@ -122,9 +125,7 @@ def test_an_error_in_the_middle_of_backward_leaves_nothing_behind():
             hidden = Fails.apply(torch.tanh(model[0](x[0, 0])))
             nn.functional.mse_loss(model[2](hidden), y[0, 0]).backward()
         model.zero_grad()
-    for a in range(2):
-        (loss_of(model, x[0, a], y[0, a]) / 2).backward()
-    check(optimizer, grads_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)]))
+    check_passes(optimizer, model, lambda a: loss_of(model, x[0, a], y[0, a]))
 
 
 def test_clipping_changes_the_step_and_not_the_statistics():
@@ -132,15 +133,13 @@ def test_clipping_changes_the_step_and_not_the_statistics():
     optimizer = sgd(model, num_gradients_to_accumulate=2)
     x, y = make_batches(1, 2)
     expected = grads_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)])
-    before = [p.detach().clone() for p in model.parameters()]
+    before = nn.utils.parameters_to_vector(model.parameters()).detach()
     for a in range(2):
         (loss_of(model, x[0, a], y[0, a]) / 2).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     check(optimizer, expected)
     optimizer.step()
-    moved = torch.cat(
-        [(p.detach() - q).flatten() for p, q in zip(model.parameters(), before, strict=True)]
-    )
+    moved = nn.utils.parameters_to_vector(model.parameters()).detach() - before
     assert float(moved.norm()) == pytest.approx(0.1 * optimizer.factors[0] * 1e-3, rel=1e-3)
 
 
@@ -224,22 +223,15 @@ def test_a_parameter_without_gradient_in_a_step_counts_as_zero():
     model = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1), "never": nn.Linear(3, 1)})
     optimizer = sgd(model, num_gradients_to_accumulate=2)
     x, _ = make_batches(1, 2)
-
-    def losses():
-        return [model["a"](x[0, 0]).sum() + model["b"](x[0, 0]).sum(), model["a"](x[0, 1]).sum()]
-
-    expected = grads_alone(model, losses())
-    for loss in losses():
-        (loss / 2).backward()
-    check(optimizer, expected)
+    uses = ["ab", "a"]
+    check_passes(optimizer, model, lambda a: sum(model[name](x[0, a]).sum() for name in uses[a]))
     optimizer.step()
     assert model["never"].weight.grad is None
 
 
 def test_frozen_parameters_are_measured_from_when_they_thaw():
     model = make_model()
-    for p in model[0].parameters():
-        p.requires_grad_(False)
+    model[0].requires_grad_(False)
     optimizer = sgd(model, num_gradients_to_accumulate=2, smoothing=0.0)
     assert not model[0].weight.requires_grad
     x, y = make_batches(2, 2)
@@ -248,11 +240,9 @@ def test_frozen_parameters_are_measured_from_when_they_thaw():
         if step == 1:
             model.requires_grad_(True)
         trained = nn.ParameterList([p for p in model.parameters() if p.requires_grad])
-        losses = [loss_of(model, x[step, a], y[step, a]) for a in range(2)]
-        expected = grads_alone(trained, losses)
-        for a in range(2):
-            (loss_of(model, x[step, a], y[step, a]) / 2).backward()
-        check(optimizer, expected)
+        check_passes(
+            optimizer, trained, lambda a, step=step: loss_of(model, x[step, a], y[step, a])
+        )
         optimizer.step()
 
 
@@ -304,9 +294,7 @@ def test_gradients_that_do_not_lie_in_order(layout):
     model = nn.ParameterList([nn.Parameter(weight)])
     optimizer = sgd(model, num_gradients_to_accumulate=2)
     coefficients = [torch.randn_like(weight) + 1.0 for _ in range(2)]
-    for c in coefficients:
-        ((model[0] * c).sum() / 2).backward()
-    check(optimizer, [[c] for c in coefficients])
+    check_passes(optimizer, model, lambda a: (model[0] * coefficients[a]).sum())
 
 
 def test_compiled_models():
@@ -314,10 +302,7 @@ def test_compiled_models():
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = sgd(model, num_gradients_to_accumulate=2)
     x, y = make_batches(1, 2)
-    expected = grads_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)])
-    for a in range(2):
-        (loss_of(compiled, x[0, a], y[0, a]) / 2).backward()
-    check(optimizer, expected)
+    check_passes(optimizer, model, lambda a: loss_of(compiled, x[0, a], y[0, a]))
     optimizer.step()
 
 
@@ -333,10 +318,7 @@ def test_double_backward_through_the_gradient():
         (slope,) = torch.autograd.grad(value, inputs, create_graph=True)
         return value + slope.square().sum()
 
-    expected = grads_alone(model, [loss(a) for a in range(2)])
-    for a in range(2):
-        (loss(a) / 2).backward(create_graph=False)
-    check(optimizer, expected)
+    check_passes(optimizer, model, loss)
 
 
 # -- under DistributedDataParallel ----------------------------------------------------------------
@@ -350,7 +332,19 @@ DDP = {
 }
 
 
-def statistics_under_ddp(options, passes, use_no_sync, set_to_none):
+@pytest.mark.sample(
+    "plain-1-True-True",
+    "bucket views-1-True-True",
+    "static graph-1-True-True",
+    "static graph-3-False-False",
+    "unused parameters-3-False-False",
+    "tiny buckets-3-False-False",
+)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(("passes", "use_no_sync"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize("options", DDP.values(), ids=DDP.keys())
+@on_ranks(2)
+def test_under_ddp(options, passes, use_no_sync, set_to_none):
     rank, world = dist.get_rank(), dist.get_world_size()
     model = make_model()
     model.add_module("unused", nn.Identity())
@@ -369,25 +363,11 @@ def statistics_under_ddp(options, passes, use_no_sync, set_to_none):
         losses = [loss_of(alone, x[step, i], y[step, i]) for i in range(world * passes)]
         check(optimizer, grads_alone(alone, losses))
         optimizer.step()
-    return list(optimizer.noise.raw_sqr)
 
 
-@pytest.mark.sample(
-    "plain-1-True-True",
-    "bucket views-1-True-True",
-    "static graph-1-True-True",
-    "static graph-3-False-False",
-    "unused parameters-3-False-False",
-    "tiny buckets-3-False-False",
-)
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize(("passes", "use_no_sync"), [(1, True), (3, True), (3, False)])
-@pytest.mark.parametrize("options", DDP.values(), ids=DDP.keys())
-def test_under_ddp(options, passes, use_no_sync, set_to_none):
-    run_ranks(2, statistics_under_ddp, options, passes, use_no_sync, set_to_none)
-
-
-def two_losses_under_ddp(use_no_sync):
+@pytest.mark.parametrize("use_no_sync", [True, False])
+@on_ranks(2)
+def test_several_losses_of_one_micro_batch_under_ddp(use_no_sync):
     rank = dist.get_rank()
     model = make_model()
     wrapped = DistributedDataParallel(model)
@@ -409,12 +389,8 @@ def two_losses_under_ddp(use_no_sync):
         optimizer.step()
 
 
-@pytest.mark.parametrize("use_no_sync", [True, False])
-def test_several_losses_of_one_micro_batch_under_ddp(use_no_sync):
-    run_ranks(2, two_losses_under_ddp, use_no_sync)
-
-
-def parameters_differ_by_rank():
+@on_ranks(2)
+def test_ranks_may_use_different_parameters():
     rank = dist.get_rank()
     model = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)})
     torch.manual_seed(0)
@@ -431,22 +407,16 @@ def parameters_differ_by_rank():
 
     wrapped = DistributedDataParallel(Choose(), find_unused_parameters=True)
     optimizer = sgd(model)
-    uses = [("a",), ("a", "b")]
+    uses = ["a", "ab"]
     x, _ = make_batches(1, 2)
     wrapped(x[0, rank], uses[rank]).backward()
-    alone = copy.deepcopy(model)
-    check(
-        optimizer,
-        grads_alone(alone, [sum(alone[n](x[0, r]).sum() for n in uses[r]) for r in range(2)]),
-    )
+    losses = [sum(model[name](x[0, r]).sum() for name in uses[r]) for r in range(2)]
+    check(optimizer, grads_alone(model, losses))
     optimizer.step()
 
 
-def test_ranks_may_use_different_parameters():
-    run_ranks(2, parameters_differ_by_rank)
-
-
-def only_one_rank_uses_them():
+@on_ranks(2)
+def test_a_rank_whose_loss_uses_none_of_the_parameters_reports_zero():
     """The optimizer has parameters that rank 1's loss does not touch at all."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -461,11 +431,9 @@ def only_one_rank_uses_them():
     check(optimizer, [mine, [torch.zeros_like(m) for m in mine]])
 
 
-def test_a_rank_whose_loss_uses_none_of_the_parameters_reports_zero():
-    run_ranks(2, only_one_rank_uses_them)
-
-
-def reentrant_under_ddp(head):
+@pytest.mark.parametrize("head", [True, False])
+@on_ranks(2)
+def test_reentrant_checkpointing_under_ddp(head):
     rank = dist.get_rank()
     model = Checkpointed(True, False, head)
     alone = copy.deepcopy(model)
@@ -479,11 +447,6 @@ def reentrant_under_ddp(head):
         wrapped(x[step, rank]).square().mean().backward()
         check(optimizer, grads_alone(alone, [alone(x[step, r]).square().mean() for r in range(2)]))
         optimizer.step()
-
-
-@pytest.mark.parametrize("head", [True, False])
-def test_reentrant_checkpointing_under_ddp(head):
-    run_ranks(2, reentrant_under_ddp, head)
 
 
 def in_two_groups():
@@ -502,10 +465,8 @@ def in_two_groups():
         alone = copy.deepcopy(model)
         loss_of(wrapped, x[step, rank], y[step, rank]).backward()
         pair = (0, 1) if rank < 2 else (2, 3)
-        check(
-            optimizer,
-            grads_alone(alone, [loss_of(alone, x[step, i], y[step, i]) for i in pair]),
-        )
+        losses = [loss_of(alone, x[step, i], y[step, i]) for i in pair]
+        check(optimizer, grads_alone(alone, losses))
         optimizer.step()
     return optimizer.progress
 
@@ -546,10 +507,7 @@ def test_the_average_restarts_after_consecutive_gradients():
     optimizer.set_num_gradients_to_accumulate(2)
     optimizer.set_scale(2.0)
     optimizer.zero_grad()
-    expected = grads_alone(model, [loss_of(model, x[3, a], y[3, a]) for a in range(2)])
-    for a in range(2):
-        (loss_of(model, x[3, a], y[3, a]) / 2).backward()
-    check(optimizer, expected)
+    check_passes(optimizer, model, lambda a: loss_of(model, x[3, a], y[3, a]))
 
 
 def test_dropping_the_optimizer_drops_its_hooks():
@@ -570,13 +528,12 @@ def test_hooks_of_the_user_are_seen_whenever_they_were_registered():
     gains = []
     for registered in ("never", "before", "after"):
         model = make_model()
-        if registered == "before":
-            for p in model.parameters():
-                p.register_hook(lambda g: g * 0.1)
-        optimizer = sgd(model, num_gradients_to_accumulate=2)
+        optimizer = None
         if registered == "after":
-            for p in model.parameters():
-                p.register_hook(lambda g: g * 0.1)
+            optimizer = sgd(model, num_gradients_to_accumulate=2)
+        for p in model.parameters() if registered != "never" else ():
+            p.register_hook(lambda g: g * 0.1)
+        optimizer = optimizer or sgd(model, num_gradients_to_accumulate=2)
         x, y = make_batches(1, 2)
         for a in range(2):
             (loss_of(model, x[0, a], y[0, a]) / 2).backward()

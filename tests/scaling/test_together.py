@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from helpers.scaling_oracle import loss_of, make_batches, make_model
 from manyhands._tensors.flat import in_groups
 from manyhands.scaling import _hooks, _preconditioned
@@ -58,31 +58,30 @@ DDP = {"": {}, "views": {"gradient_as_bucket_view": True}, "static graph": {"sta
 @pytest.mark.parametrize("options", DDP.values(), ids=DDP)
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("rule", RULES)
+@on_ranks(2)
 def test_ddp_averages_after_the_last_gradient_was_measured(rule, passes, options):
-    def work():
-        def trained(held):
-            model = make_model(torch.float64)
-            ddp = DistributedDataParallel(model, **options)
-            optimizer = RULES[rule](list(model.parameters()), passes)
-            optimizer._core.measurement.hooks._on_cpu = not held
-            x, y = make_batches(8, 2 * passes, dtype=torch.float64)
-            progress = []
-            for step in range(8):
-                optimizer.zero_grad()
-                for a in range(passes):
-                    # torch's static graph is recorded in a pass that is averaged
-                    silent = a < passes - 1 and "static_graph" not in options
-                    with ddp.no_sync() if silent else nullcontext():
-                        at = 2 * a + dist.get_rank()
-                        (loss_of(ddp, x[step, at], y[step, at]) / passes).backward()
-                optimizer.step()
-                progress.append(optimizer.progress)
-            return progress
+    def trained(held):
+        model = make_model(torch.float64)
+        ddp = DistributedDataParallel(model, **options)
+        optimizer = RULES[rule](list(model.parameters()), passes)
+        optimizer._core.measurement.hooks._on_cpu = not held
+        x, y = make_batches(8, 2 * passes, dtype=torch.float64)
+        progress = []
+        for step in range(8):
+            optimizer.zero_grad()
+            for a in range(passes):
+                # torch's static graph is recorded in a pass that is averaged
+                silent = a < passes - 1 and "static_graph" not in options
+                with ddp.no_sync() if silent else nullcontext():
+                    at = 2 * a + dist.get_rank()
+                    (loss_of(ddp, x[step, at], y[step, at]) / passes).backward()
+            optimizer.step()
+            progress.append(optimizer.progress)
+        return progress
 
-        return trained(True), trained(False)
-
-    for held, at_once in run_ranks(2, work):
-        assert held == pytest.approx(at_once, rel=1e-12)
+    held = trained(True)
+    at_once = trained(False)
+    assert held == pytest.approx(at_once, rel=1e-12)
 
 
 def test_a_held_gradient_becomes_the_parameters_without_a_copy():

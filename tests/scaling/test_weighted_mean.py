@@ -120,9 +120,8 @@ def by_hand(counts, gradients):
 @pytest.mark.parametrize("counts", [[5, 1, 9], [4, 4, 4], [7, 0, 2]])
 def test_the_noise_is_weighted_by_the_numbers_of_tokens(counts):
     model = make_model()
-    rule = mh.AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=3, smoothing=0.0
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = mh.AdaScale(sgd, num_gradients_to_accumulate=3, smoothing=0.0)
     batches = list(tokens(counts, 0))
     gradients = []
     for x, y in batches:
@@ -163,9 +162,8 @@ def test_equal_numbers_are_the_plain_mean():
     results = []
     for weighted in (False, True):
         model = make_model()
-        rule = mh.AdaScale(
-            torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=3
-        )
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        rule = mh.AdaScale(sgd, num_gradients_to_accumulate=3)
         for step in range(4):
             batches = list(tokens([4, 4, 4], step))
             mean = mh.WeightedMean([4, 4, 4], rule)
@@ -186,11 +184,8 @@ def test_the_noise_of_ranks_is_weighted_as_that_of_passes():
     def noise(counts, seeds):
         model = make_model()
         parallel = DistributedDataParallel(model) if dist.is_initialized() else model
-        rule = mh.AdaScale(
-            torch.optim.SGD(parallel.parameters(), lr=0.1),
-            num_gradients_to_accumulate=len(counts),
-            smoothing=0.0,
-        )
+        sgd = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        rule = mh.AdaScale(sgd, num_gradients_to_accumulate=len(counts), smoothing=0.0)
         batches = [b for own, seed in seeds for b in tokens(own, seed)]
         mean = mh.WeightedMean(counts, rule)
         for x, y in batches:

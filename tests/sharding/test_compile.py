@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 
 COMPILER = os.environ.get("CXX", "g++")  # as torch looks for it
 HEADER = Path(sysconfig.get_path("include")) / "Python.h"
@@ -118,26 +118,23 @@ def compilers_files(tmp_path_factory):
     "backend", ["aot_eager", pytest.param("inductor", marks=[inductor, pytest.mark.long])]
 )
 @pytest.mark.parametrize("level", [0, 1, 2, 3, "3"], ids=["0", "1", "2", "3", "3 by size"])
+@on_ranks(2, timeout=170.0)
 def test_a_compiled_model_trains_the_same_under_ramp(level, backend):
-    def run():
-        found = {"never": train(*made("never", level, backend))}
-        for when in WHEN:
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            uncompiled.clear()
-            found[when] = (*train(*made(when, level, backend)), sorted(set(uncompiled)))
-        return found
-
-    for found in run_ranks(2, run, timeout=170.0):
-        expected, passes, _ = found.pop("never")
-        assert set(passes) >= {1, 2, 4}, passes
-        for when, (seen, ramped, graphs, ran) in found.items():
-            torch.testing.assert_close(seen, expected, rtol=1e-9, atol=0.0, msg=when)
-            assert ramped == passes
-            assert graphs[0] >= 1 and set(graphs) == {graphs[0]}, f"{when}: compiled again {graphs}"
-            # The outermost FSDP wrap interrupts the model's own code, as fully_shard does.
-            whole = when.startswith("whole") and int(level) < 3
-            assert ran == ([] if whole else ["model"]), when
+    found = {"never": train(*made("never", level, backend))}
+    for when in WHEN:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        uncompiled.clear()
+        found[when] = (*train(*made(when, level, backend)), sorted(set(uncompiled)))
+    expected, passes, _ = found.pop("never")
+    assert set(passes) >= {1, 2, 4}, passes
+    for when, (seen, ramped, graphs, ran) in found.items():
+        torch.testing.assert_close(seen, expected, rtol=1e-9, atol=0.0, msg=when)
+        assert ramped == passes
+        assert graphs[0] >= 1 and set(graphs) == {graphs[0]}, f"{when}: compiled again {graphs}"
+        # The outermost FSDP wrap interrupts the model's own code, as fully_shard does.
+        whole = when.startswith("whole") and int(level) < 3
+        assert ran == ([] if whole else ["model"]), when
 
 
 @pytest.mark.filterwarnings("ignore")

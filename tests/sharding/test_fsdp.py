@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.sharding_oracle import (
     Lamb,
     assert_same,
@@ -77,9 +77,11 @@ def compare(loop, *, workers=WORKERS, build=adamw, model=make_model, wrap=nested
     assert_same(ranks, [*copied(module.parameters()), *(extra or [])], rtol=1e-9, atol=1e-11)
 
 
-def steps(model, optimizers, part, *, loss=loss_of, after=lambda step: None, workers=WORKERS):
-    x, y = make_batches(STEPS, 1, workers)
-    for step in range(STEPS):
+def steps(
+    model, optimizers, part, *, loss=loss_of, after=lambda step: None, workers=WORKERS, count=STEPS
+):
+    x, y = make_batches(count, 1, workers)
+    for step in range(count):
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss(model, part(x[step, 0]), part(y[step, 0])).backward()
@@ -130,12 +132,8 @@ def test_each_worker_holds_its_share_between_steps():
         steps(model, [optimizer], lambda x: x[dist.get_rank()], workers=3)
         own = sum(p.to_local().numel() for p in model.parameters())
         grads = sum(p.grad.to_local().numel() for p in model.parameters())
-        state = sum(
-            t.to_local().numel()
-            for s in optimizer.state.values()
-            for t in s.values()
-            if t.dim() > 0
-        )
+        moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        state = sum(moment.to_local().numel() for moment in moments)
         return own, grads, state
 
     total = sum(p.numel() for p in make_model().parameters())
@@ -146,23 +144,21 @@ def test_each_worker_holds_its_share_between_steps():
 
 
 @pytest.mark.parametrize("options", [{}, dict(mixed_precision=True, fp32_reduce_scatter=True)])
+@on_ranks(2)
 def test_zero_grad_clears_what_no_sync_has_left(options):
-    def run():
-        results = []
-        for given_up in (False, True):
-            model = nested(make_model(torch.float32), **options)
-            (optimizer,) = adamw(model, plain)
-            x = torch.ones(2, 5) * (1 + dist.get_rank())
-            if given_up:
-                with model.no_sync():
-                    model(x).sum().backward()
-                model.zero_grad()
-            model(x).sum().backward()
-            optimizer.step()
-            results.append(whole(model))
-        return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
-
-    assert all(all(rank) for rank in run_ranks(2, run))
+    results = []
+    for given_up in (False, True):
+        model = nested(make_model(torch.float32), **options)
+        (optimizer,) = adamw(model, plain)
+        x = torch.ones(2, 5) * (1 + dist.get_rank())
+        if given_up:
+            with model.no_sync():
+                model(x).sum().backward()
+            model.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        results.append(whole(model))
+    assert all(map(torch.equal, *results))
 
 
 def test_no_sync_is_left_as_it_was_after_an_error():
@@ -213,18 +209,16 @@ def test_clipping_with_torchs_function_is_right_and_returns_a_plain_number(norm_
     compare(clipping(clip))
 
 
+@on_ranks(2)
 def test_clipping_with_torchs_function_takes_one_collective(monkeypatch):
-    def run():
-        model = nested(make_model())
-        model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-        calls = []
-        with monkeypatch.context() as patch:
-            real = dist.all_reduce
-            patch.setattr(dist, "all_reduce", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        return len(calls)
-
-    assert run_ranks(2, run) == [1, 1]
+    model = nested(make_model())
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    calls = []
+    with monkeypatch.context() as patch:
+        real = dist.all_reduce
+        patch.setattr(dist, "all_reduce", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert len(calls) == 1
 
 
 def test_the_norm_of_one_gradient_is_that_of_the_whole():
@@ -260,11 +254,6 @@ def wrap_branches(model, **options):
     return mh.FSDP(model, **options)
 
 
-def reduces_unused():
-    module = fully_shard(nn.Linear(2, 2)) if dist.is_initialized() else None
-    return hasattr(module, "set_reduce_scatter_unused_params")
-
-
 @pytest.mark.parametrize("wrap", [one_wrap, wrap_branches])
 def test_a_parameter_that_nobody_uses_is_left_alone(wrap):
     def loop(model, optimizers, part):
@@ -280,13 +269,31 @@ def test_a_parameter_that_nobody_uses_is_left_alone(wrap):
     compare(loop, model=Branches, wrap=wrap)
 
 
+def plain_branches(steps, ways):
+    """The parameters after training on the mean of what each of three workers computes."""
+    model = Branches()
+    (optimizer,) = adamw(model, plain)
+    x, _ = make_batches(steps, 1, 3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank, way in enumerate(ways):
+            (model(x[step, 0, rank], way).square().mean() / 3).backward()
+        optimizer.step()
+    return copied(model.parameters())
+
+
+needs_reduced_unused = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="this torch's fully_shard has no set_reduce_scatter_unused_params",
+)
+
+
+@needs_reduced_unused
 @pytest.mark.parametrize("wrap", [one_wrap, wrap_branches])
 def test_a_parameter_that_some_workers_use_gets_their_mean(wrap):
     ways = ("a", "b", "a")
 
     def run():
-        if not reduces_unused():
-            return None
         rank = dist.get_rank()
         model = wrap(Branches())
         (optimizer,) = adamw(model, plain)
@@ -301,27 +308,16 @@ def test_a_parameter_that_some_workers_use_gets_their_mean(wrap):
         return whole(model)
 
     ranks = run_ranks(3, run)
-    if ranks[0] is None:
-        pytest.skip("this torch's fully_shard has no set_reduce_scatter_unused_params")
-    model = Branches()
-    (optimizer,) = adamw(model, plain)
-    x, _ = make_batches(2, 1, 3)
-    for step in range(2):
-        optimizer.zero_grad()
-        for rank, way in enumerate(ways):
-            (model(x[step, 0, rank], way).square().mean() / 3).backward()
-        optimizer.step()
-    c = [n for n, _ in model.named_parameters()].index("c.weight")
-    assert_same(ranks, copied(model.parameters()))
+    assert_same(ranks, plain_branches(2, ways))
+    c = [n for n, _ in Branches().named_parameters()].index("c.weight")
     assert torch.equal(ranks[0][c], Branches().c.weight)
 
 
+@needs_reduced_unused
 def test_within_one_wrap_workers_may_use_different_parameters():
     ways = ("a", "b", "a")
 
     def run():
-        if not reduces_unused():
-            return None
         rank = dist.get_rank()
         model = mh.FSDP(Branches())
         (optimizer,) = adamw(model, plain)
@@ -330,16 +326,7 @@ def test_within_one_wrap_workers_may_use_different_parameters():
         optimizer.step()
         return whole(model)
 
-    ranks = run_ranks(3, run)
-    if ranks[0] is None:
-        pytest.skip("this torch's fully_shard has no set_reduce_scatter_unused_params")
-    model = Branches()
-    (optimizer,) = adamw(model, plain)
-    x, _ = make_batches(1, 1, 3)
-    for rank, way in enumerate(ways):
-        (model(x[0, 0, rank], way).square().mean() / 3).backward()
-    optimizer.step()
-    assert_same(ranks, copied(model.parameters()))
+    assert_same(run_ranks(3, run), plain_branches(1, ways))
 
 
 def test_frozen_parameters_stay_and_thaw():
@@ -576,12 +563,10 @@ class ReturnsNothing(nn.Module):
         self.loss = nn.functional.mse_loss(self.inner(x), y)
 
 
+@on_ranks(2, raises=TypeError, match="Return the output or the loss")
 def test_a_forward_that_returns_none_is_an_error_unless_there_is_no_backward():
-    def run():
-        model = mh.FSDP(ReturnsNothing())
-        x, y = (batches[0, 0, 0] for batches in make_batches(1, 1, 1))
-        with torch.no_grad():
-            assert model(x, y) is None
-        model(x, y)
-
-    raises_on_ranks(2, TypeError, run, match="Return the output or the loss")
+    model = mh.FSDP(ReturnsNothing())
+    x, y = (batches[0, 0, 0] for batches in make_batches(1, 1, 1))
+    with torch.no_grad():
+        assert model(x, y) is None
+    model(x, y)

@@ -20,7 +20,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 
 WORKERS = 2
 REENTRANT = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
@@ -173,12 +173,10 @@ def test_with_other_options(options):
     compare("around_two", REENTRANT, 2, options=options)
 
 
+@on_ranks(WORKERS, raises=RuntimeError, match="reentrant checkpoints share it")
 def test_a_scaling_rule_refuses_parameters_that_reentrant_checkpoints_share():
-    def run():
-        model = build("around", REENTRANT, 2)
-        train(model, own, optimizer=mh.AdaScale(SGD(model.parameters(), lr=0.1)))
-
-    raises_on_ranks(WORKERS, RuntimeError, run, match="reentrant checkpoints share it")
+    model = build("around", REENTRANT, 2)
+    train(model, own, optimizer=mh.AdaScale(SGD(model.parameters(), lr=0.1)))
 
 
 class InsideAndOutside(nn.Module):
@@ -253,12 +251,9 @@ def test_the_outermost_wrap_under_checkpoints():
         torch.testing.assert_close(rank, plain, rtol=1e-9, atol=1e-11)
 
 
+@on_ranks(WORKERS, raises=RuntimeError, match=r"middle.*use_reentrant=False")
 def test_a_gradient_that_the_engine_has_left_behind_is_an_error_before_the_step(monkeypatch):
     """An engine that is not to be helped reduces the gradient of one run and keeps the other."""
     monkeypatch.setattr("manyhands.sharding.fsdp._engine._begin_another_run", lambda *_: None)
-
-    def run():
-        model = build("around", REENTRANT, 2)
-        model(own(batches(1, 1)[0, 0])).square().mean().backward()
-
-    raises_on_ranks(WORKERS, RuntimeError, run, match=r"middle.*use_reentrant=False")
+    model = build("around", REENTRANT, 2)
+    model(own(batches(1, 1)[0, 0])).square().mean().backward()

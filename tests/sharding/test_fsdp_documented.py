@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.sharding_oracle import make_model
 from manyhands import fairscale
 from manyhands.errors import RanksDisagree
@@ -86,48 +86,42 @@ def test_a_subclass_whose_state_dict_is_local(kind, workers):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_a_larger_module_around_a_wrap_is_no_second_one(workers):
-    def run():
-        first = mh.FSDP(nn.Sequential(mh.FSDP(nn.Linear(4, 4))))
-        model = mh.FSDP(nn.Sequential(first, nn.Linear(4, 4)))
-        model(torch.ones(1, 4)).sum().backward()
-
-    run_ranks(workers, run)
+    first = mh.FSDP(nn.Sequential(mh.FSDP(nn.Linear(4, 4))))
+    model = mh.FSDP(nn.Sequential(first, nn.Linear(4, 4)))
+    model(torch.ones(1, 4)).sum().backward()
 
 
+@on_ranks(2, raises=ValueError, match=r"0\.weight is already sharded")
 def test_what_fully_shard_has_sharded_is_not_wrapped():
-    def run():
-        mh.FSDP(nn.Sequential(fully_shard(nn.Linear(4, 4))))
-
-    raises_on_ranks(2, ValueError, run, match=r"0\.weight is already sharded")
+    mh.FSDP(nn.Sequential(fully_shard(nn.Linear(4, 4))))
 
 
 # -- attributes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_documented_attributes(workers):
-    def run():
-        inner = mh.FSDP(nn.Linear(4, 4))
-        model = mh.FSDP(nn.Sequential(inner, nn.Linear(4, 3), nn.Linear(3, 3)))
-        assert model.process_group is dist.group.WORLD
-        assert len(model.params) == 4 and len(inner.params) == 2
-        everything = [*inner.params, *model.params]
-        assert sorted(map(id, model.parameters())) == sorted(map(id, everything))
-        assert model.gradient_predivide_factor * model.gradient_postdivide_factor == workers
-        model.gradient_postdivide_factor = 4.0
-        assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (1.0, 4.0)
-        assert inner.gradient_postdivide_factor == workers
-        model.set_gradient_divide_factors(2.0, 3.0, recursive=True)
-        assert not model.params_with_grad
-        model(torch.ones(1, 4)).sum().backward()
-        assert len(model.params_with_grad) == 6
-        assert inner.gradient_predivide_factor == 2.0
-        last = dict(model.named_parameters())["2.bias"].grad  # on each worker it was 1
-        last = last.full_tensor() if workers > 1 else last
-        torch.testing.assert_close(last, torch.full((3,), workers / 6))
-
-    run_ranks(workers, run)
+    inner = mh.FSDP(nn.Linear(4, 4))
+    model = mh.FSDP(nn.Sequential(inner, nn.Linear(4, 3), nn.Linear(3, 3)))
+    assert model.process_group is dist.group.WORLD
+    assert len(model.params) == 4 and len(inner.params) == 2
+    everything = [*inner.params, *model.params]
+    assert sorted(map(id, model.parameters())) == sorted(map(id, everything))
+    assert model.gradient_predivide_factor * model.gradient_postdivide_factor == workers
+    model.gradient_postdivide_factor = 4.0
+    assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (1.0, 4.0)
+    assert inner.gradient_postdivide_factor == workers
+    model.set_gradient_divide_factors(2.0, 3.0, recursive=True)
+    assert not model.params_with_grad
+    model(torch.ones(1, 4)).sum().backward()
+    assert len(model.params_with_grad) == 6
+    assert inner.gradient_predivide_factor == 2.0
+    last = dict(model.named_parameters())["2.bias"].grad  # on each worker it was 1
+    last = last.full_tensor() if workers > 1 else last
+    torch.testing.assert_close(last, torch.full((3,), workers / 6))
 
 
 def test_the_process_group_without_a_launcher_is_a_stand_in_of_one():
@@ -136,34 +130,30 @@ def test_the_process_group_without_a_launcher_is_a_stand_in_of_one():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_the_training_state_is_what_a_wrap_is_doing(workers):
-    def run():
-        seen = []
+    seen = []
 
-        class Watched(nn.Linear):
-            def forward(self, x):
-                seen.append((model.training_state, inner.training_state))
-                out = super().forward(x)
-                out.register_hook(
-                    lambda _: seen.append((model.training_state, inner.training_state))
-                )
-                return out * 1
+    class Watched(nn.Linear):
+        def forward(self, x):
+            seen.append((model.training_state, inner.training_state))
+            out = super().forward(x)
+            out.register_hook(lambda _: seen.append((model.training_state, inner.training_state)))
+            return out * 1
 
-        inner = FullyShardedDataParallel(Watched(4, 4))
-        model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(4, 3)))
-        model.assert_state(IDLE)
-        loss = model(torch.ones(1, 4)).sum()
-        model.assert_state([IDLE])
-        loss.backward()
-        inner.assert_state((IDLE, FORWARD))
-        assert seen[0] == (FORWARD, FORWARD)
-        assert set(seen[1]) <= BACKWARD
-        with model.summon_full_params():
-            assert inner.training_state is TrainingState.SUMMON_FULL_PARAMS
-        with pytest.raises(ValueError, match="expected FORWARD or BACKWARD_PRE, not IDLE"):
-            model.assert_state([FORWARD, TrainingState.BACKWARD_PRE])
-
-    run_ranks(workers, run)
+    inner = FullyShardedDataParallel(Watched(4, 4))
+    model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(4, 3)))
+    model.assert_state(IDLE)
+    loss = model(torch.ones(1, 4)).sum()
+    model.assert_state([IDLE])
+    loss.backward()
+    inner.assert_state((IDLE, FORWARD))
+    assert seen[0] == (FORWARD, FORWARD)
+    assert set(seen[1]) <= BACKWARD
+    with model.summon_full_params():
+        assert inner.training_state is TrainingState.SUMMON_FULL_PARAMS
+    with pytest.raises(ValueError, match="expected FORWARD or BACKWARD_PRE, not IDLE"):
+        model.assert_state([FORWARD, TrainingState.BACKWARD_PRE])
 
 
 def test_a_state_of_fairscales_own_enum_is_known_by_its_name():
@@ -175,19 +165,6 @@ def test_a_state_of_fairscales_own_enum_is_known_by_its_name():
     model.assert_state(theirs.IDLE)
     with pytest.raises(ValueError, match="IDLE"):
         model.assert_state([theirs.FORWARD])
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_missing_attribute_is_the_wrappers(workers):
-    def run():
-        model = mh.FSDP(nn.Sequential(nn.Linear(2, 2)))
-        with pytest.raises(AttributeError, match="'FullyShardedDataParallel' object") as error:
-            model.no_such_thing  # noqa: B018
-        assert (error.value.name, error.value.obj) == ("no_such_thing", model)
-        assert "neither has the" in str(error.value) and "Sequential" in str(error.value)
-        assert not hasattr(model, "no_such_thing") and getattr(model, "none", 3) == 3
-
-    run_ranks(workers, run)
 
 
 # -- a group of one inside: each worker's own expert ---------------------------------------------
@@ -305,24 +282,20 @@ def test_workers_may_have_experts_of_different_sizes_and_a_stand_in_for_the_grou
 
 
 @pytest.mark.parametrize("what", [mh.save, mh.load])
+@on_ranks(2, raises=ValueError, match="single-rank process group")
 def test_a_checkpoint_that_would_hold_one_workers_expert_is_an_error(what, tmp_path):
-    def run():
-        if what is mh.load:
-            mh.save(tmp_path / "checkpoint", model=Mixture(5))
-        what(tmp_path / "checkpoint", model=wrapped_mixture(dist.get_rank()))
-
-    raises_on_ranks(2, ValueError, run, match="single-rank process group")
+    if what is mh.load:
+        mh.save(tmp_path / "checkpoint", model=Mixture(5))
+    what(tmp_path / "checkpoint", model=wrapped_mixture(dist.get_rank()))
 
 
+@on_ranks(2, raises=RanksDisagree, match="different gradients")
 def test_a_scaling_rule_over_experts_is_an_error_before_its_first_step():
-    def run():
-        rank = dist.get_rank()
-        model = wrapped_mixture(rank)
-        optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1))
-        model(batch_of(0, rank)).square().mean().backward()
-        optimizer.step()
-
-    raises_on_ranks(2, RanksDisagree, run, match="different gradients")
+    rank = dist.get_rank()
+    model = wrapped_mixture(rank)
+    optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1))
+    model(batch_of(0, rank)).square().mean().backward()
+    optimizer.step()
 
 
 def test_gradients_of_a_group_of_one_are_divided_where_asked_for():

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Rprop
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import Lamb, make_batches, make_model, torch_version
 from manyhands import fairscale
 
@@ -31,17 +31,6 @@ class Group:
 
     def size(self):
         return self._size
-
-
-def message(error, function, workers=2):
-    """What `function` raises on each of so many ranks, all the same but for the rank."""
-
-    def run():
-        with pytest.raises(error) as caught:
-            function()
-        return str(caught.value)
-
-    return run_ranks(workers, run)
 
 
 # -- precision --------------------------------------------------------------------------------
@@ -126,6 +115,7 @@ def test_float16_with_loss_scaling_trains_as_float32(workers):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_checkpointed_modules_inside_a_mixed_precision_wrap(workers):
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -136,21 +126,16 @@ def test_checkpointed_modules_inside_a_mixed_precision_wrap(workers):
             x = self.layers[0](x)
             return checkpoint(self.layers[1:], x, use_reentrant=False)
 
-    def run():
-        grads = []
-        for module in (make_model(torch.float32), Checkpointed()):
-            model = mh.FSDP(module, mixed_precision=True, compute_dtype=torch.bfloat16)
-            model(torch.ones(2, 5)).sum().backward()
-            grads.append([p.grad for p in model.parameters()])
-        return [
-            torch.equal(*(g.to_local() if workers > 1 else g for g in pair))
-            for pair in zip(*grads, strict=True)
-        ]
-
-    assert all(all(rank) for rank in run_ranks(workers, run))
+    grads = []
+    for module in (make_model(torch.float32), Checkpointed()):
+        model = mh.FSDP(module, mixed_precision=True, compute_dtype=torch.bfloat16)
+        model(torch.ones(2, 5)).sum().backward()
+        grads.append([p.grad.to_local() if workers > 1 else p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_recurrent_layers_and_attention_compute_in_the_smaller_type(workers):
     class Model(nn.Module):
         def __init__(self):
@@ -163,34 +148,27 @@ def test_recurrent_layers_and_attention_compute_in_the_smaller_type(workers):
             x, _ = self.rnn(x)
             return self.attention(x, x, x)[0]
 
-    def run():
-        model = mh.FSDP(Model(), mixed_precision=True, compute_dtype=torch.bfloat16)
-        out = model(torch.ones(2, 3, 8))
-        out.float().sum().backward()
-        grads = [p.grad for p in model.parameters()]
-        finite = all((g.to_local() if workers > 1 else g).isfinite().all() for g in grads)
-        return str(out.dtype), finite, all(p.dtype == torch.float32 for p in model.parameters())
-
-    assert run_ranks(workers, run) == [("torch.bfloat16", True, True)] * workers
+    model = mh.FSDP(Model(), mixed_precision=True, compute_dtype=torch.bfloat16)
+    out = model(torch.ones(2, 3, 8))
+    out.float().sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    assert all((g.to_local() if workers > 1 else g).isfinite().all() for g in grads)
+    assert out.dtype == torch.bfloat16
+    assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_buffers_compute_in_their_type_and_are_saved_in_the_models(workers):
-    def run():
-        model = mh.FSDP(
-            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
-            mixed_precision=True,
-            compute_dtype=torch.bfloat16,
-        )
-        model(torch.arange(8.0).view(2, 4)).float().sum().backward()
-        state = model.state_dict()
-        kinds = [str(model.module[1].running_mean.dtype), str(state["1.running_mean"].dtype)]
-        fresh = mh.FSDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-        fresh.load_state_dict(state)
-        return kinds, str(state["1.num_batches_tracked"].dtype)
-
-    kinds = ["torch.bfloat16", "torch.float32"]
-    assert run_ranks(workers, run) == [(kinds, "torch.int64")] * workers
+    options = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
+    model = mh.FSDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), **options)
+    model(torch.arange(8.0).view(2, 4)).float().sum().backward()
+    state = model.state_dict()
+    assert model.module[1].running_mean.dtype == torch.bfloat16
+    assert state["1.running_mean"].dtype == torch.float32
+    assert state["1.num_batches_tracked"].dtype == torch.int64
+    fresh = mh.FSDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    fresh.load_state_dict(state)
 
 
 def test_inputs_as_float32_where_asked_for():
@@ -201,14 +179,12 @@ def test_inputs_as_float32_where_asked_for():
     assert seen == [torch.float32]
 
 
+@on_ranks(2)
 def test_parameters_in_bfloat16_are_sharded_as_they_are():
-    def run():
-        model = nested(make_model(torch.bfloat16))
-        optimizer = AdamW(model.parameters(), lr=0.02)
-        steps(model, [optimizer], lambda x: x[dist.get_rank()].bfloat16(), workers=2)
-        return [str(p.dtype) for p in whole(model)]
-
-    assert {kind for rank in run_ranks(2, run) for kind in rank} == {"torch.bfloat16"}
+    model = nested(make_model(torch.bfloat16))
+    optimizer = AdamW(model.parameters(), lr=0.02)
+    steps(model, [optimizer], lambda x: x[dist.get_rank()].bfloat16(), workers=2)
+    assert {p.dtype for p in whole(model)} == {torch.bfloat16}
 
 
 # -- one worker -------------------------------------------------------------------------------
@@ -293,15 +269,13 @@ def test_importing_the_library_does_not_import_torchs_engine():
 # -- mistakes ---------------------------------------------------------------------------------
 
 
+@on_ranks(2, raises=RuntimeError, match="was made before the model was wrapped")
 def test_an_optimizer_made_before_wrapping_says_so():
-    def mistake():
-        model = make_model()
-        optimizer = AdamW(model.parameters())
-        model = nested(model)
-        model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-        optimizer.step()
-
-    assert all("was made before the model was wrapped" in m for m in message(RuntimeError, mistake))
+    model = make_model()
+    optimizer = AdamW(model.parameters())
+    model = nested(model)
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    optimizer.step()
 
 
 class Centred(torch.optim.Optimizer):
@@ -328,36 +302,30 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(kind):
         model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
         optimizer.step(lambda: 0)
 
-    for text in message(TypeError, mistake):
-        assert kind.__name__ in text and ("WholeTensorOptimizer" in text or kind is LBFGS)
+    for text in raises_on_ranks(2, TypeError, mistake, match=kind.__name__):
+        assert "WholeTensorOptimizer" in text or kind is LBFGS
 
 
+@on_ranks(2)
 def test_an_optimizer_of_ones_own_that_can_is_not_refused():
-    def run():
-        model = nested(make_model())
-        optimizer = Lamb(model.parameters())
-        model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-        optimizer.step()
-
-    run_ranks(2, run)
+    model = nested(make_model())
+    optimizer = Lamb(model.parameters())
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    optimizer.step()
 
 
+@on_ranks(2, raises=ValueError, match="last.weight is tied to a parameter")
 def test_parameters_tied_across_wraps_are_an_error():
-    def mistake():
-        model = Tied()
-        model.first = mh.FSDP(model.first)
-        mh.FSDP(model)
-
-    assert all("last.weight is tied to a parameter" in m for m in message(ValueError, mistake))
+    model = Tied()
+    model.first = mh.FSDP(model.first)
+    mh.FSDP(model)
 
 
+@on_ranks(2, raises=ValueError, match="parameter scale is empty")
 def test_an_empty_parameter_is_an_error():
-    def mistake():
-        model = nn.Linear(2, 2)
-        model.scale = nn.Parameter(torch.ones(0, 3))
-        mh.FSDP(model)
-
-    assert all("parameter scale is empty" in m for m in message(ValueError, mistake))
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.ones(0, 3))
+    mh.FSDP(model)
 
 
 def test_a_module_dict_with_a_forward_can_be_wrapped():
@@ -369,26 +337,18 @@ def test_a_module_dict_with_a_forward_can_be_wrapped():
     assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
+def linear(**options):
+    return mh.FSDP(nn.Linear(2, 2), **options)
+
+
 @pytest.mark.parametrize(
     ("build", "error", "match"),
     [
-        (
-            lambda: mh.FSDP(mh.FSDP(nn.Linear(2, 2))),
-            TypeError,
-            "already in a FullyShardedDataParallel",
-        ),
-        (
-            lambda: mh.FSDP(nn.Linear(2, 2), fp32_reduce_scatter=True),
-            ValueError,
-            "requires mixed_precision=True",
-        ),
-        (
-            lambda: mh.FSDP(nn.Linear(2, 2), gradient_predivide_factor=0.0),
-            ValueError,
-            "must be a finite number above 0",
-        ),
-        (lambda: copy.deepcopy(mh.FSDP(nn.Linear(2, 2))), TypeError, "cannot be copied or pickled"),
-        (lambda: pickle.dumps(mh.FSDP(nn.Linear(2, 2))), TypeError, "cannot be copied or pickled"),
+        (lambda: mh.FSDP(linear()), TypeError, "already in a FullyShardedDataParallel"),
+        (lambda: linear(fp32_reduce_scatter=True), ValueError, "requires mixed_precision=True"),
+        (lambda: linear(gradient_predivide_factor=0.0), ValueError, "a finite number above 0"),
+        (lambda: copy.deepcopy(linear()), TypeError, "cannot be copied or pickled"),
+        (lambda: pickle.dumps(linear()), TypeError, "cannot be copied or pickled"),
     ],
 )
 def test_mistakes_say_what_is_needed(build, error, match):
@@ -396,15 +356,11 @@ def test_mistakes_say_what_is_needed(build, error, match):
         build()
 
 
+@on_ranks(2, raises=TypeError, match="averaged twice")
 def test_ddp_inside_is_an_error():
-    def mistake():
-        mh.FSDP(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))))
-
-    assert all("averaged twice" in m for m in message(TypeError, mistake))
+    mh.FSDP(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))))
 
 
+@on_ranks(2, raises=TypeError, match="FullyShardedDataParallel")
 def test_oss_of_sharded_parameters_is_an_error():
-    def mistake():
-        mh.OSS(nested(make_model()).parameters(), optim=SGD, lr=0.1)
-
-    assert all("FullyShardedDataParallel" in m for m in message(TypeError, mistake))
+    mh.OSS(nested(make_model()).parameters(), optim=SGD, lr=0.1)

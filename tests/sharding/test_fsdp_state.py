@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from helpers.ranks import RanksFailed, run_ranks
+from helpers.ranks import RanksFailed, on_ranks, run_ranks
 from helpers.sharding_oracle import make_batches, make_model
 from manyhands.sharding import _agreement
 
@@ -77,22 +77,20 @@ class Versioned(nn.Linear):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_versions_of_modules_are_saved_and_loaded(workers):
-    def run():
-        build = {
-            "plain": lambda: nn.Sequential(nn.Linear(2, 2), Versioned(2, 2)),
-            "one wrap": lambda: mh.FSDP(build["plain"]()),
-            "nested": lambda: mh.FSDP(nn.Sequential(nn.Linear(2, 2), mh.FSDP(Versioned(2, 2)))),
-            "inside": lambda: nn.Sequential(nn.Linear(2, 2), mh.FSDP(Versioned(2, 2))),
-        }
-        states = {name: make().state_dict() for name, make in build.items()}
-        for state in states.values():
-            assert states["plain"]._metadata.items() <= state._metadata.items()
-            for make in ("plain", "one wrap", "nested"):
-                build[make]().load_state_dict(state)
-        build["inside"]().load_state_dict(states["inside"])
-
-    run_ranks(workers, run)
+    build = {
+        "plain": lambda: nn.Sequential(nn.Linear(2, 2), Versioned(2, 2)),
+        "one wrap": lambda: mh.FSDP(build["plain"]()),
+        "nested": lambda: mh.FSDP(nn.Sequential(nn.Linear(2, 2), mh.FSDP(Versioned(2, 2)))),
+        "inside": lambda: nn.Sequential(nn.Linear(2, 2), mh.FSDP(Versioned(2, 2))),
+    }
+    states = {name: make().state_dict() for name, make in build.items()}
+    for state in states.values():
+        assert states["plain"]._metadata.items() <= state._metadata.items()
+        for make in ("plain", "one wrap", "nested"):
+            build[make]().load_state_dict(state)
+    build["inside"]().load_state_dict(states["inside"])
 
 
 class Small(nn.Module):
@@ -153,16 +151,14 @@ def test_names_with_torchs_checkpoint_wrapper_are_the_plain_models(workers, way)
     assert sorted(whole) == sorted(plain.state_dict())
 
 
+@on_ranks(2)
 def test_a_state_dict_of_a_larger_module_has_plain_names():
-    def run():
-        inner = nested(make_model())
-        outer = nn.Sequential(nn.Linear(5, 5), inner)
-        other = nn.Sequential(nn.Linear(5, 5), make_model())
-        other.load_state_dict(outer.state_dict())
-        outer.load_state_dict(other.state_dict())
-        return list(outer.state_dict()) == list(other.state_dict())
-
-    assert run_ranks(2, run) == [True, True]
+    inner = nested(make_model())
+    outer = nn.Sequential(nn.Linear(5, 5), inner)
+    other = nn.Sequential(nn.Linear(5, 5), make_model())
+    other.load_state_dict(outer.state_dict())
+    outer.load_state_dict(other.state_dict())
+    assert list(outer.state_dict()) == list(other.state_dict())
 
 
 class Adapted(nn.Module):
@@ -184,16 +180,14 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("wrap_inside", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_a_method_of_the_module_saves_what_it_saves_of_the_plain_model(workers, wrap_inside):
-    def run():
-        model = Adapted()
-        if wrap_inside:
-            model.inside = mh.FSDP(model.inside)
-        wrapped = mh.FSDP(model)
-        return wrapped.chosen()
-
-    for saved in run_ranks(workers, run):
-        torch.testing.assert_close(saved, Adapted().chosen())
+    model = Adapted()
+    if wrap_inside:
+        model.inside = mh.FSDP(model.inside)
+    wrapped = mh.FSDP(model)
+    saved = wrapped.chosen()
+    torch.testing.assert_close(saved, Adapted().chosen())
 
 
 def test_torchs_functions_for_checkpoints_save_and_load_optimizer_state(tmp_path):
@@ -217,13 +211,11 @@ def test_torchs_functions_for_checkpoints_save_and_load_optimizer_state(tmp_path
         assert lr == 0.02
 
 
+@on_ranks(2)
 def test_a_tied_parameter_is_one_tensor_in_the_state_dict():
-    def run():
-        model = one_wrap(Tied())
-        state = model.state_dict()
-        return state["first.weight"].data_ptr() == state["last.weight"].data_ptr()
-
-    assert run_ranks(2, run) == [True, True]
+    model = one_wrap(Tied())
+    state = model.state_dict()
+    assert state["first.weight"].data_ptr() == state["last.weight"].data_ptr()
 
 
 def test_the_device_of_a_state_dict_and_only_on_rank_0():
@@ -246,18 +238,12 @@ def test_a_state_dict_asked_for_by_one_worker_is_an_error_that_names_the_others(
         run_ranks(2, run)
 
 
+@on_ranks(2, raises=RuntimeError, match=r"(?s)2\..*size mismatch|size mismatch.*2\.")
 def test_a_tensor_of_another_shape_is_an_error_that_names_it():
-    def run():
-        model = nested(make_model())
-        state = model.state_dict()
-        state["2.weight"] = torch.zeros(3, 3)
-        try:
-            model.load_state_dict(state)
-        except RuntimeError as error:
-            return str(error)
-
-    for message in run_ranks(2, run):
-        assert "size mismatch" in message and "2." in message
+    model = nested(make_model())
+    state = model.state_dict()
+    state["2.weight"] = torch.zeros(3, 3)
+    model.load_state_dict(state)
 
 
 def test_slices_go_round_and_make_the_whole_without_workers():
@@ -291,22 +277,18 @@ def test_slices_go_round_and_make_the_whole_without_workers():
     assert set(whole) - set(left) == {"0.weight"}
 
 
+@on_ranks(2, raises=ValueError, match="needs an equal number of ranks")
 def test_slices_of_another_number_of_workers_are_refused():
-    def run():
-        model = nested(make_model())
-        state = model.local_state_dict()
-        state["0.weight"] = torch.zeros(1, 5, dtype=torch.float64)
-        try:
-            model.load_local_state_dict(state)
-        except ValueError as error:
-            return str(error)
-
-    assert all("needs an equal number of ranks" in message for message in run_ranks(2, run))
+    model = nested(make_model())
+    state = model.local_state_dict()
+    state["0.weight"] = torch.zeros(1, 5, dtype=torch.float64)
+    model.load_local_state_dict(state)
 
 
 def test_optimizer_state_goes_to_a_plain_run_and_back():
     """Train sharded, go on in a plain run; and the other way round."""
     reference, _ = plainly(steps_=2)
+    expected = list(reference.state_dict().values())
 
     def sharded_then():
         model = nested(make_model())
@@ -316,14 +298,13 @@ def test_optimizer_state_goes_to_a_plain_run_and_back():
 
     (weights, full), (_, nothing) = run_ranks(2, sharded_then)
     assert nothing is None
-    full = file_trip(full)
     plain = make_model()
     plain.load_state_dict(weights)
     optimizer = AdamW(plain.parameters(), lr=1.0)
-    optimizer.load_state_dict(full)
+    optimizer.load_state_dict(file_trip(full))
     steps(plain, [optimizer], lambda x: x[0], workers=1)
-    for mine, theirs in zip(plain.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+    found = list(plain.state_dict().values())
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
     def then_sharded():
         model, optimizer = plainly()
@@ -332,135 +313,109 @@ def test_optimizer_state_goes_to_a_plain_run_and_back():
         adamw = AdamW(wrapped.parameters(), lr=1.0)
         adamw.load_state_dict(wrapped.get_shard_from_optim_state_dict(optimizer.state_dict()))
         steps(wrapped, [adamw], lambda x: x[0], workers=1)
-        return [wrapped.state_dict()[name] for name, _ in wrapped.named_parameters()]
+        return list(wrapped.state_dict().values())
 
-    for rank in run_ranks(3, then_sharded):
-        for mine, theirs in zip(rank, reference.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+    for found in run_ranks(3, then_sharded):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
+@on_ranks(2)
 def test_optimizer_state_of_several_groups_finds_its_parameters_by_name():
-    def run():
-        model = nested(make_model())
-        named = dict(model.named_parameters())
-        decayed = [p for n, p in named.items() if n.endswith("weight")]
-        others = [p for n, p in named.items() if n.endswith("bias")]
-        groups = [{"params": others, "lr": 0.01}, {"params": decayed, "weight_decay": 0.3}]
-        optimizer = AdamW(groups, lr=0.02)
-        steps(model, [optimizer], lambda x: x[0], workers=1)
-        kept = [model.gather_full_optim_state_dict(optimizer)]
-        if kept[0] is not None:
-            kept[0] = file_trip(kept[0])
-        dist.broadcast_object_list(kept, 0)
-        other = AdamW([dict(g, params=list(g["params"])) for g in optimizer.param_groups])
-        other.load_state_dict(model.get_shard_from_optim_state_dict(kept[0]))
-        for param in named.values():
-            for key, value in optimizer.state[param].items():
-                mine = other.state[param][key]
-                if value.dim():
-                    mine, value = mine.to_local(), value.to_local()
-                assert torch.equal(mine, value)
-        return [group["lr"] for group in other.param_groups]
-
-    assert run_ranks(2, run) == [[0.01, 0.02]] * 2
+    model = nested(make_model())
+    named = dict(model.named_parameters())
+    decayed = [p for n, p in named.items() if n.endswith("weight")]
+    others = [p for n, p in named.items() if n.endswith("bias")]
+    groups = [{"params": others, "lr": 0.01}, {"params": decayed, "weight_decay": 0.3}]
+    optimizer = AdamW(groups, lr=0.02)
+    steps(model, [optimizer], lambda x: x[0], workers=1)
+    kept = [model.gather_full_optim_state_dict(optimizer)]
+    if kept[0] is not None:
+        kept[0] = file_trip(kept[0])
+    dist.broadcast_object_list(kept, 0)
+    other = AdamW([dict(g, params=list(g["params"])) for g in optimizer.param_groups])
+    other.load_state_dict(model.get_shard_from_optim_state_dict(kept[0]))
+    for param in named.values():
+        for key, value in optimizer.state[param].items():
+            mine = other.state[param][key]
+            if value.dim():
+                mine, value = mine.to_local(), value.to_local()
+            assert torch.equal(mine, value)
+    assert [group["lr"] for group in other.param_groups] == [0.01, 0.02]
 
 
+@on_ranks(2, raises=ValueError, match="belongs to a different model")
 def test_optimizer_state_of_another_model_is_refused():
-    def run():
-        model = nested(make_model())
-        other = nn.Linear(5, 5)
-        optimizer = AdamW(other.parameters())
-        other(torch.ones(5)).sum().backward()
-        optimizer.step()
-        try:
-            model.get_shard_from_optim_state_dict(optimizer.state_dict())
-        except ValueError as error:
-            return str(error)
-
-    assert all("belongs to a different model" in message for message in run_ranks(2, run))
+    model = nested(make_model())
+    other = nn.Linear(5, 5)
+    optimizer = AdamW(other.parameters())
+    other(torch.ones(5)).sum().backward()
+    optimizer.step()
+    model.get_shard_from_optim_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_whole_parameters_may_be_read_and_changed(workers):
-    def run():
-        model = nested(make_model())
-        expected = list(make_model().parameters())
-        with model.summon_full_params():
-            inside = [p.detach().clone() for p in model.parameters()]
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(2)
-            try:
-                model(torch.ones(2, 5))
-                refused = False
-            except RuntimeError:
-                refused = True
-        with model.summon_full_params(volatile=True), torch.no_grad():
+    model = nested(make_model())
+    expected = list(make_model().parameters())
+    with model.summon_full_params():
+        assert all(map(torch.equal, model.parameters(), expected))
+        with torch.no_grad():
             for param in model.parameters():
-                param.zero_()
-        after = list(model.state_dict().values())
-        assert all(torch.equal(a, b) for a, b in zip(inside, expected, strict=True))
-        doubled = all(torch.equal(a, 2 * b) for a, b in zip(after, expected, strict=True))
-        return refused, doubled or workers == 1, [p.numel() for p in model.parameters()]
+                param.mul_(2)
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 5))
+    with model.summon_full_params(volatile=True), torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    after = model.state_dict().values()
+    assert workers == 1 or all(torch.equal(a, 2 * b) for a, b in zip(after, expected, strict=True))
+    sizes = [p.numel() for p in model.parameters()]
+    assert sum(sizes) == sum(p.numel() for p in expected)
 
-    for refused, doubled, sizes in run_ranks(workers, run):
-        assert (
-            refused and doubled and sum(sizes) == sum(p.numel() for p in make_model().parameters())
-        )
 
-
+@on_ranks(2)
 def test_only_the_wraps_own_parameters_without_recursion():
-    def run():
-        model = nested(make_model())
-        with model.summon_full_params(recurse=False):
-            kinds = {n: hasattr(p, "placements") for n, p in model.named_parameters()}
-        return kinds["0.weight"], kinds["4.weight"]
-
-    assert run_ranks(2, run) == [(True, False)] * 2
+    model = nested(make_model())
+    with model.summon_full_params(recurse=False):
+        kinds = {n: hasattr(p, "placements") for n, p in model.named_parameters()}
+    assert (kinds["0.weight"], kinds["4.weight"]) == (True, False)
 
 
+@on_ranks(2)
 def test_apply_initialises_whole_parameters():
     def init(module):
         if isinstance(module, nn.Linear):
             torch.nn.init.orthogonal_(module.weight)
 
-    def run():
-        model = nested(make_model())
-        torch.manual_seed(5)
-        assert model.apply(init) is model
-        return list(model.state_dict().values())
-
-    plain = make_model()
+    model, plain = nested(make_model()), make_model()
+    torch.manual_seed(5)
+    assert model.apply(init) is model
     torch.manual_seed(5)
     plain.apply(init)
-    for rank in run_ranks(2, run):
-        for mine, theirs in zip(rank, plain.state_dict().values(), strict=True):
-            assert torch.equal(mine, theirs)
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
 
-def test_initialisation_of_a_model_made_without_memory():
-    def run():
-        with torch.device("meta"):
-            model = nested(nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 3)))
-        model.to_empty(device="cpu")
-        with model.summon_full_params(), torch.no_grad():
+@pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
+def test_initialisation_of_a_model_made_without_memory(workers):
+    def filled(model):
+        with torch.no_grad():
             for param in model.parameters():
                 param.fill_(0.5)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-        return list(model.state_dict().values())
+        return model
 
-    plain = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 3))
-    with torch.no_grad():
-        for param in plain.parameters():
-            param.fill_(0.5)
-    plain(torch.ones(2, 5)).sum().backward()
-    SGD(plain.parameters(), lr=0.1).step()
-    for workers in (1, 2):
-        for rank in run_ranks(workers, run):
-            for mine, theirs in zip(rank, plain.state_dict().values(), strict=True):
-                torch.testing.assert_close(mine, theirs)
+    with torch.device("meta"):
+        model = nested(nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 3)))
+    model.to_empty(device="cpu")
+    with model.summon_full_params():
+        filled(model)
+    plain = filled(nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 3)))
+    for each in (model, plain):
+        each(torch.ones(2, 5)).sum().backward()
+        SGD(each.parameters(), lr=0.1).step()
+    found, expected = (list(each.state_dict().values()) for each in (model, plain))
+    torch.testing.assert_close(found, expected)
 
 
 def test_reset_parameters_only_if_asked_for():
@@ -472,19 +427,12 @@ def test_reset_parameters_only_if_asked_for():
         mh.FSDP(nn.Linear(3, 3)).reset_parameters()
 
 
+@on_ranks(2)
 def test_moving_to_another_type_keeps_training_right():
-    def run():
-        model = nested(make_model()).to(torch.float32)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        x, _ = make_batches(1, 1, 1, dtype=torch.float32)
-        model(x[0, 0, 0]).sum().backward()
-        optimizer.step()
-        return [model.state_dict()[n] for n, _ in model.named_parameters()]
-
-    plain = make_model().float()
     x, _ = make_batches(1, 1, 1, dtype=torch.float32)
-    plain(x[0, 0, 0]).sum().backward()
-    SGD(plain.parameters(), lr=0.1).step()
-    for rank in run_ranks(2, run):
-        for mine, theirs in zip(rank, plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs.detach())
+    models = nested(make_model()).to(torch.float32), make_model().float()
+    for model in models:
+        model(x[0, 0, 0]).sum().backward()
+        SGD(model.parameters(), lr=0.1).step()
+    found, expected = (list(model.state_dict().values()) for model in models)
+    torch.testing.assert_close(found, expected)

@@ -11,24 +11,14 @@ from torch import nn
 from torch.optim import AdamW
 
 import manyhands as mh
-from helpers.ranks import RanksFailed, raises_on_ranks, run_ranks
+from helpers.ranks import RanksFailed, on_ranks, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import assert_same, copied, make_batches, make_model
 from manyhands._ranks.presence import RollCall
 from manyhands.sharding import _agreement
 
+from test_fsdp import nested, whole  # isort: skip
+
 X = make_batches(3, 2, 2)[0]  # of [step][pass][worker]
-
-
-def nested(model, **options):
-    for name, child in list(model.named_children()):
-        if isinstance(child, nn.Linear) and name != "4":
-            setattr(model, name, mh.FSDP(child, **options))
-    return mh.FSDP(model, **options)
-
-
-def whole(model):
-    state = model.state_dict()
-    return [state[name] for name, _ in model.named_parameters()]
 
 
 def loss_of(model, x, **options):
@@ -252,14 +242,12 @@ def test_an_output_whose_tensors_are_out_of_sight_is_an_error():
     assert all("contains a Box, which hides its tensor 'tensor'" in text for text in texts)
 
 
+@on_ranks(2)
 def test_missing_keys_have_the_plain_models_names():
-    def run():
-        model = nested(make_model())
-        state = model.state_dict()
-        del state["0.weight"], state["4.bias"]
-        return list(model.load_state_dict(state, strict=False).missing_keys)
-
-    assert run_ranks(2, run) == [["0.weight", "4.bias"]] * 2
+    model = nested(make_model())
+    state = model.state_dict()
+    del state["0.weight"], state["4.bias"]
+    assert list(model.load_state_dict(state, strict=False).missing_keys) == ["0.weight", "4.bias"]
 
 
 # -- workers that differ ----------------------------------------------------------------------
@@ -314,36 +302,30 @@ def test_workers_that_build_different_wraps_all_get_an_error_at_once(build, matc
     raises_on_ranks(2, ValueError, lambda: build(dist.get_rank()), match=match)
 
 
+@on_ranks(2)
 def test_workers_may_have_devices_of_different_numbers():
-    def run():
-        options = {name: torch.device("cpu", dist.get_rank()) for name in ["state_dict_device"]}
-        mh.FSDP(nn.Linear(2, 2), **options)(torch.ones(1, 2))
-
-    run_ranks(2, run)
+    options = {name: torch.device("cpu", dist.get_rank()) for name in ["state_dict_device"]}
+    mh.FSDP(nn.Linear(2, 2), **options)(torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["", "put in later"])
+@on_ranks(4, raises=ValueError, match="the same process_group")
 def test_wraps_of_one_model_with_different_workers_are_an_error(later):
-    def mistake():
-        pairs = [dist.new_group([rank, rank + 1]) for rank in (0, 2)]
-        inside = mh.FSDP(nn.Linear(2, 2), process_group=pairs[dist.get_rank() // 2])
-        if later:
-            model = mh.FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-            model.module[0] = inside
-            model(torch.ones(1, 2))
-        else:
-            mh.FSDP(nn.Sequential(inside, nn.Linear(2, 2)))
-
-    raises_on_ranks(4, ValueError, mistake, match="the same process_group")
+    pairs = [dist.new_group([rank, rank + 1]) for rank in (0, 2)]
+    inside = mh.FSDP(nn.Linear(2, 2), process_group=pairs[dist.get_rank() // 2])
+    if later:
+        model = mh.FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        model.module[0] = inside
+        model(torch.ones(1, 2))
+    else:
+        mh.FSDP(nn.Sequential(inside, nn.Linear(2, 2)))
 
 
+@on_ranks(2, raises=RuntimeError, match="Run the outermost")
 def test_a_wrap_that_ran_before_the_one_around_it_is_an_error():
-    def mistake():
-        model = nested(make_model())
-        model[0](X[0, 0, 0])
-        model(X[0, 0, 0])
-
-    raises_on_ranks(2, RuntimeError, mistake, match="Run the outermost")
+    model = nested(make_model())
+    model[0](X[0, 0, 0])
+    model(X[0, 0, 0])
 
 
 # -- gradients --------------------------------------------------------------------------------
@@ -377,39 +359,33 @@ class Either(nn.Module):
         return self.a(x) if first else self.b(x)
 
 
+@on_ranks(2, raises=RuntimeError, match="have run different wraps")
 def test_workers_that_run_different_wraps_of_one_size_all_get_an_error():
-    def mistake():
-        model = mh.FSDP(Either())
-        model(torch.ones(2, 5), dist.get_rank() == 0).sum().backward()
-
-    raises_on_ranks(2, RuntimeError, mistake, match="have run different wraps")
+    model = mh.FSDP(Either())
+    model(torch.ones(2, 5), dist.get_rank() == 0).sum().backward()
 
 
+@on_ranks(2)
 def test_after_a_state_dict_of_one_worker_alone_one_of_all_is_right(monkeypatch):
-    def run():
-        model = nested(make_model())
-        if dist.get_rank() == 0:
-            with monkeypatch.context() as patch:
-                patch.setattr(_agreement, "PATIENCE", 0.2)
-                with pytest.raises(RuntimeError, match="Call it on every worker"):
-                    model.state_dict()
-        dist.barrier()
-        return len(model.state_dict())
-
-    assert run_ranks(2, run) == [6, 6]
+    model = nested(make_model())
+    if dist.get_rank() == 0:
+        with monkeypatch.context() as patch:
+            patch.setattr(_agreement, "PATIENCE", 0.2)
+            with pytest.raises(RuntimeError, match="Call it on every worker"):
+                model.state_dict()
+    dist.barrier()
+    assert len(model.state_dict()) == 6
 
 
 # -- what the engine cannot do ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrap", [mh.FSDP, nested])
+@on_ranks(2, raises=RuntimeError, match="does not support second derivatives.*level 2")
 def test_a_backward_that_is_to_be_differentiated_again_is_refused(wrap):
-    def mistake():
-        model = wrap(make_model())
-        x = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
-        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-
-    raises_on_ranks(2, RuntimeError, mistake, match="does not support second derivatives.*level 2")
+    model = wrap(make_model())
+    x = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
+    torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
 
 
 def test_a_gradient_penalty_works_on_one_rank():
@@ -433,13 +409,11 @@ def test_fused_optimizers_that_do_not_step_shards_are_refused(kind):
     raises_on_ranks(2, TypeError, mistake, match=f"fused {kind.__name__} does not step sharded")
 
 
+@on_ranks(2, raises=ValueError, match="parameter scale is a scalar")
 def test_a_scalar_parameter_is_refused_when_it_is_wrapped():
-    def mistake():
-        layer = nn.Linear(4, 4)
-        layer.scale = nn.Parameter(torch.ones(()))
-        mh.FSDP(layer)
-
-    raises_on_ranks(2, ValueError, mistake, match="parameter scale is a scalar")
+    layer = nn.Linear(4, 4)
+    layer.scale = nn.Parameter(torch.ones(()))
+    mh.FSDP(layer)
 
 
 def test_a_rank_that_evaluates_alone_gets_an_error_that_says_so(monkeypatch):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import OPTIMIZERS, assert_same, make_batches, make_model, plain
 from helpers.sharding_oracle import loss_of as distance
 
@@ -149,27 +149,25 @@ def test_parameters_of_which_some_ranks_make_no_gradient():
     assert_same(run_ranks(4, go, True), go(False))
 
 
+@on_ranks(4)
 def test_state_of_all_kinds():
-    def go():
-        model, (optimizer,) = hybrid(OPTIMIZERS["AdamW"](made := make_model(), plain), made)
-        train(model, [optimizer])
-        state, full = model.state_dict(), whole(model)
-        assert_same([list(state.values())], full)
-        with model.summon_full_params():
-            assert_same([list(model.parameters())], full)
-        kept = model.gather_full_optim_state_dict(optimizer)
-        if dist.get_rank() == 0:
-            alone = torch.optim.AdamW(make_model().parameters())
-            alone.load_state_dict({k: kept[k] for k in ("state", "param_groups")})
-        parts = [None] * 4
-        given = model.local_state_dict(), model.local_metadata_dict()
-        dist.all_gather_object(parts, given)
-        plain_state = mh.FSDP.consolidate_shard_weights(*zip(*parts, strict=True))
-        assert_same([list(plain_state.values())], full)
-        model.load_state_dict(make_model().state_dict())
-        assert_same([whole(model)], whole(make_model()))
-
-    run_ranks(4, go)
+    model, (optimizer,) = hybrid(OPTIMIZERS["AdamW"](made := make_model(), plain), made)
+    train(model, [optimizer])
+    state, full = model.state_dict(), whole(model)
+    assert_same([list(state.values())], full)
+    with model.summon_full_params():
+        assert_same([list(model.parameters())], full)
+    kept = model.gather_full_optim_state_dict(optimizer)
+    if dist.get_rank() == 0:
+        alone = torch.optim.AdamW(make_model().parameters())
+        alone.load_state_dict({k: kept[k] for k in ("state", "param_groups")})
+    parts = [None] * 4
+    given = model.local_state_dict(), model.local_metadata_dict()
+    dist.all_gather_object(parts, given)
+    plain_state = mh.FSDP.consolidate_shard_weights(*zip(*parts, strict=True))
+    assert_same([list(plain_state.values())], full)
+    model.load_state_dict(make_model().state_dict())
+    assert_same([whole(model)], whole(make_model()))
 
 
 def test_blocks_around_hybrid_workers():

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.sharding_oracle import (
     AROUND_OSS,
     STEPS,
@@ -119,7 +119,6 @@ def test_partition_parameters_tells_who_holds_what():
             (optimizer,) = two_rates(model, lambda p, _, k=kind, **o: oss(p, k, **o))
             optimizer.refresh_trainable()
             parts = optimizer.partition_parameters()
-            marked = {p: torch.zeros_like(p, requires_grad=False) for p in model.parameters()}
             assert len(parts) == dist.get_world_size()
             with torch.no_grad():
                 before = copied(model.parameters())
@@ -133,7 +132,7 @@ def test_partition_parameters_tells_who_holds_what():
                 owners = copied(model.parameters())
                 for p, value in zip(model.parameters(), before, strict=True):
                     p.copy_(value)
-            assert all((o >= 1).all() and (o <= 3).all() for o in owners), marked
+            assert all((o >= 1).all() and (o <= 3).all() for o in owners)
             if kind is Lamb:
                 assert all(len(o.unique()) == 1 for o in owners)
             held = sum(p.numel() for g in optimizer.optim.param_groups for p in g["params"])
@@ -265,13 +264,6 @@ def test_parameters_that_thaw_and_freeze_again():
 def test_parameters_that_freeze_between_backward_and_step(set_to_none):
     """torch's optimizers update what has a gradient; the workers must not drift apart."""
 
-    def act(step, module, optimizer):
-        if step == 2:
-            module[0].requires_grad_(False)
-
-    def loss(model, x, y):
-        return nn.functional.mse_loss(model(x), y)
-
     def run(make, way):
         rank, _ = everyone()
         module = make_model()
@@ -283,7 +275,7 @@ def test_parameters_that_freeze_between_backward_and_step(set_to_none):
         for step in range(4):
             optimizer.zero_grad(set_to_none)
             own = (x[step, 0].flatten(0, 1), y[step, 0].flatten(0, 1))
-            loss(wrapped, *((x[step, 0, rank], y[step, 0, rank]) if way else own)).backward()
+            loss_of(wrapped, *((x[step, 0, rank], y[step, 0, rank]) if way else own)).backward()
             if step == 1:
                 module[0].requires_grad_(False)
             optimizer.step()
@@ -325,20 +317,18 @@ def test_a_closure_runs_once_and_its_loss_comes_back():
         assert_same([r[i] for r in ranks], run(plain, None), way)
 
 
+@on_ranks(2)
 def test_step_hooks_run_once_around_each_step():
-    def run():
-        calls, optimizer = [], None
+    calls, optimizer = [], None
 
-        def act(step, module, optimizer):
-            if step == 0:
-                optimizer.register_step_pre_hook(lambda o, *_: calls.append(("pre", o)))
-                optimizer.register_step_post_hook(lambda o, *_: calls.append(("post", o)))
+    def act(step, module, optimizer):
+        if step == 0:
+            optimizer.register_step_pre_hook(lambda o, *_: calls.append(("pre", o)))
+            optimizer.register_step_post_hook(lambda o, *_: calls.append(("post", o)))
 
-        _, optimizer = training(oss, AROUND_OSS[1], act, steps=2)
-        assert [o is optimizer for _, o in calls] == [True] * 4
-        return [name for name, _ in calls]
-
-    assert run_ranks(2, run) == [["pre", "post", "pre", "post"]] * 2
+    _, optimizer = training(oss, AROUND_OSS[1], act, steps=2)
+    assert [o is optimizer for _, o in calls] == [True] * 4
+    assert [name for name, _ in calls] == ["pre", "post", "pre", "post"]
 
 
 # -- unusual parameters --------------------------------------------------------------------------
@@ -501,16 +491,14 @@ def test_in_a_group_of_some_ranks_those_train_together():
         assert_same([ranks[pair], ranks[pair + 2]], list(module.parameters()))
 
 
+@on_ranks(2)
 def test_the_world_given_by_name_is_the_default_group():
-    def run():
-        module = make_model()
-        optimizer = oss(module.parameters(), AdamW)
-        mh.ShardedDataParallel(module, optimizer, process_group=dist.group.WORLD)
-        other = make_model()
-        optimizer = oss(other.parameters(), AdamW, group=dist.group.WORLD)
-        mh.ShardedDataParallel(other, optimizer)
-
-    run_ranks(2, run)
+    module = make_model()
+    optimizer = oss(module.parameters(), AdamW)
+    mh.ShardedDataParallel(module, optimizer, process_group=dist.group.WORLD)
+    other = make_model()
+    optimizer = oss(other.parameters(), AdamW, group=dist.group.WORLD)
+    mh.ShardedDataParallel(other, optimizer)
 
 
 def test_fairscales_attributes():
@@ -534,18 +522,16 @@ def test_fairscales_attributes_without_a_process_group():
         assert optimizer.group is group
 
 
+@on_ranks(2)
 def test_arguments_are_in_fairscales_order():
-    def run():
-        x, y = make_batches(1, 1, 2)
-        small = []
-        for given in ((4, True, False), (-1, False, True)):
-            module = make_model(torch.float32)
-            optimizer = fairscale.OSS(module.parameters(), SGD, None, *given, lr=0.1)
-            assert optimizer.force_broadcast_object is given[2]
-            loss_of(module, x[0, 0, 0].float(), y[0, 0, 0].float()).backward()
-            optimizer.step()
-            largest = max(bucket.data.numel() for bucket in optimizer._shards.buckets)
-            small.append(largest <= 32)
-        return small
-
-    assert run_ranks(2, run) == [[True, False]] * 2
+    x, y = make_batches(1, 1, 2)
+    small = []
+    for given in ((4, True, False), (-1, False, True)):
+        module = make_model(torch.float32)
+        optimizer = fairscale.OSS(module.parameters(), SGD, None, *given, lr=0.1)
+        assert optimizer.force_broadcast_object is given[2]
+        loss_of(module, x[0, 0, 0].float(), y[0, 0, 0].float()).backward()
+        optimizer.step()
+        largest = max(bucket.data.numel() for bucket in optimizer._shards.buckets)
+        small.append(largest <= 32)
+    assert small == [True, False]

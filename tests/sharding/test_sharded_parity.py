@@ -4,14 +4,7 @@ run's. A new optimizer, or a new way to use one, joins by a line in a list."""
 import pytest
 
 from helpers.ranks import run_ranks
-from helpers.sharding_oracle import (
-    AROUND_OSS,
-    OPTIMIZERS,
-    assert_same,
-    copied,
-    train,
-    train_alone,
-)
+from helpers.sharding_oracle import AROUND_OSS, OPTIMIZERS, assert_same, copied, train, train_alone
 
 ACCUMULATION = {"none": (1, True), "no_sync": (3, True), "every pass averaged": (3, False)}
 

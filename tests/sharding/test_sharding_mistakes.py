@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 import time
 
 import pytest
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, AdamW, Muon
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import Lamb, make_model, oss
 from manyhands._ranks.ranks import RankGroup
 
@@ -22,79 +21,21 @@ def x():
     return torch.ones(2, 5, dtype=torch.float64)
 
 
-# -- workers that do not agree -------------------------------------------------------------------
+# -- the group ---------------------------------------------------------------------------------
 
 
-def more_layers():
-    layers = [nn.Linear(5, 5) for _ in range(2 + dist.get_rank())]
-    return oss(nn.Sequential(*layers).parameters(), AdamW)
-
-
-def other_shapes():
-    return oss(nn.Linear(5, 3 + dist.get_rank()).parameters(), AdamW)
-
-
-def other_shapes_of_one_size():
-    shape = (4, 6) if dist.get_rank() == 0 else (6, 4)
-    return oss([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(shape))], Lamb)
-
-
-def other_types():
-    dtype = torch.float32 if dist.get_rank() == 0 else torch.bfloat16
-    return oss(nn.Linear(5, 3).to(dtype).parameters(), AdamW)
-
-
-def frozen_on_one():
-    module = make_model()
-    module[0].requires_grad_(dist.get_rank() == 0)
-    return oss(module.parameters(), AdamW)
-
-
-def other_groups():
-    params = list(make_model().parameters())
-    cut = 2 if dist.get_rank() == 0 else 4
-    groups = [{"params": params[:cut], "lr": 0.1}, {"params": params[cut:], "lr": 0.2}]
-    return oss(groups, AdamW)
-
-
-def another_group_later():
-    module = make_model()
-    optimizer = oss(module[0].parameters(), AdamW)
-    layer = module[2] if dist.get_rank() == 0 else module[4]
-    optimizer.add_param_group({"params": list(layer.parameters())})
-
-
-DIFFERENT = {
-    more_layers: r"different numbers of parameters.*rank 0: 4; rank 1: 6; rank 2: 8",
-    other_shapes: r"number 0: rank 0: \(3, 5\) .*rank 1: \(4, 5\) .*rank 2: \(5, 5\)",
-    other_shapes_of_one_size: r"number 1: rank 0: \(4, 6\) .*ranks 1, 2: \(6, 4\)",
-    other_types: r"float32.*bfloat16",
-    frozen_on_one: r"frozen",
-    other_groups: r"group",
-    another_group_later: r"different parameters",
-}
-
-
-@pytest.mark.parametrize("build", DIFFERENT)
-def test_workers_that_have_different_parameters(build):
-    messages = raises_on_ranks(3, ValueError, build, match=DIFFERENT[build], timeout=20)
-    assert len(set(messages)) == 1
-
-
+@on_ranks(3, timeout=20)
 def test_a_worker_that_is_not_in_the_group():
-    def run():
-        group = dist.new_group([0, 1])
-        module = make_model()
-        if dist.get_rank() == 2:
-            with pytest.raises(ValueError, match="not a member of the process group"):
-                oss(module.parameters(), AdamW, group=group)
-            return
-        optimizer = oss(module.parameters(), AdamW, group=group)
-        model = mh.ShardedDataParallel(module, optimizer)
-        model(x()).sum().backward()
-        optimizer.step()
-
-    run_ranks(3, run, timeout=20)
+    group = dist.new_group([0, 1])
+    module = make_model()
+    if dist.get_rank() == 2:
+        with pytest.raises(ValueError, match="not a member of the process group"):
+            oss(module.parameters(), AdamW, group=group)
+        return
+    optimizer = oss(module.parameters(), AdamW, group=group)
+    model = mh.ShardedDataParallel(module, optimizer)
+    model(x()).sum().backward()
+    optimizer.step()
 
 
 # -- the sharded module --------------------------------------------------------------------------
@@ -185,31 +126,14 @@ MISTAKES = {
 }
 
 
+NEEDS_TWO = {another_group, optimizers_of_different_groups, inside_ddp, one_optimizer_twice}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_with_the_module_is_an_error_everywhere(mistake):
     exception, match = MISTAKES[mistake]
-    raises_on_ranks(2, exception, mistake, match=match, timeout=20)
-
-
-def test_most_mistakes_are_errors_with_one_worker_too():
-    few = (
-        *(around_ddp, around_itself, one_optimizer_for_two_models, of_a_copy, of_some_layers),
-        *(plain_optimizer, plain_optimizer_in_a_list, no_optimizer),
-    )
-
-    def run():
-        wrong = []
-        for mistake in few:
-            exception, match = MISTAKES[mistake]
-            try:
-                mistake()
-                wrong.append(f"{mistake.__name__} is none")
-            except exception as error:
-                if not re.search(match, str(error)):
-                    wrong.append(str(error))
-        return wrong
-
-    assert run_ranks(1, run) == [[]]
+    for workers in [2] if mistake in NEEDS_TWO else [1, 2]:
+        raises_on_ranks(workers, exception, mistake, match=match, timeout=20)
 
 
 # -- the optimizer -------------------------------------------------------------------------------
@@ -222,11 +146,7 @@ ARGUMENTS = [
     ({"kind": AdamW, "layout": "flat"}, ValueError, "layout must be one of None, 'even', 'whole'"),
     ({"kind": "AdamW"}, TypeError, "must be an optimizer class"),
     ({"kind": nn.Linear}, TypeError, "must be an optimizer class"),
-    (
-        {"kind": AdamW, "bucket_size": 0},
-        ValueError,
-        "bucket_size must be a whole number",
-    ),
+    ({"kind": AdamW, "bucket_size": 0}, ValueError, "bucket_size must be a whole number"),
     ({"kind": AdamW, "rate": 0.1}, TypeError, "rate"),
 ]
 
@@ -240,38 +160,26 @@ def test_arguments_that_make_no_sense(options, exception, match):
     raises_on_ranks(2, exception, run, match=match, timeout=20)
 
 
-def test_an_instance_for_the_class():
-    def run():
-        params = list(make_model().parameters())
-        mh.OSS(params, SGD(params, lr=0.1))
-
-    raises_on_ranks(2, TypeError, run, match=r"an optimizer instance.*optim=SGD, lr=")
-
-
+@on_ranks(2, raises=ValueError, match="more than one parameter group", timeout=20)
 def test_a_parameter_in_two_groups():
-    def run():
-        module = make_model()
-        optimizer = oss(module[0].parameters(), AdamW)
-        optimizer.add_param_group({"params": list(module[0].parameters())})
-
-    raises_on_ranks(2, ValueError, run, match="more than one parameter group", timeout=20)
+    module = make_model()
+    optimizer = oss(module[0].parameters(), AdamW)
+    optimizer.add_param_group({"params": list(module[0].parameters())})
 
 
+@on_ranks(2, timeout=20)
 def test_a_failed_add_param_group_leaves_the_optimizer_usable():
-    def run():
-        module = make_model()
-        optimizer = oss(module[0].parameters(), AdamW, lr=0.02)
-        before = len(optimizer.param_groups)
-        layer = module[2] if dist.get_rank() == 0 else module[4]
-        with pytest.raises(ValueError, match="different parameters"):
-            optimizer.add_param_group({"params": list(layer.parameters())})
-        assert len(optimizer.param_groups) == before
-        module(x()).sum().backward()
-        for p in module.parameters():
-            dist.all_reduce(p.grad)
-        optimizer.step()
-
-    run_ranks(2, run, timeout=20)
+    module = make_model()
+    optimizer = oss(module[0].parameters(), AdamW, lr=0.02)
+    before = len(optimizer.param_groups)
+    layer = module[2] if dist.get_rank() == 0 else module[4]
+    with pytest.raises(ValueError, match="different parameters"):
+        optimizer.add_param_group({"params": list(layer.parameters())})
+    assert len(optimizer.param_groups) == before
+    module(x()).sum().backward()
+    for p in module.parameters():
+        dist.all_reduce(p.grad)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("copying", [pickle.dumps, copy.deepcopy, copy.copy])
@@ -283,48 +191,45 @@ def test_pickling_says_what_to_do(copying):
 # -- gradients that nothing averages ---------------------------------------------------------------
 
 
+@on_ranks(
+    2,
+    raises=RuntimeError,
+    match="rank 0: .*rank 1: .*ShardedDataParallel.*DistributedDataParallel.*all_reduce",
+)
 def test_gradients_that_nothing_averages_are_an_error_in_the_first_step():
-    def train():
-        model = make_model()
-        before = [param.detach().clone() for param in model.parameters()]
-        optimizer = oss(model.parameters(), AdamW, lr=0.1)
-        (model(x()) * (1 + dist.get_rank())).square().sum().backward()
-        try:
-            optimizer.step()
-        finally:
-            assert all(map(torch.equal, before, model.parameters()))
-
-    match = "rank 0: .*rank 1: .*ShardedDataParallel.*DistributedDataParallel.*all_reduce"
-    raises_on_ranks(2, RuntimeError, train, match=match)
+    model = make_model()
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = oss(model.parameters(), AdamW, lr=0.1)
+    (model(x()) * (1 + dist.get_rank())).square().sum().backward()
+    try:
+        optimizer.step()
+    finally:
+        assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("how", ["thawed", "added"])
+@on_ranks(2, raises=RuntimeError, match="norms differ.*with all parameters that are trained later")
 def test_parameters_that_ddp_has_not_seen_are_an_error_in_their_first_step(how):
     """DDP averages the gradients of what was trained when it was made."""
-
-    def train():
-        model = make_model()
-        first, last = model[0], model[-1]
-        last.requires_grad_(False)
-        ddp = DistributedDataParallel(model)
-        optimizer = oss((model if how == "thawed" else first).parameters(), AdamW, lr=0.1)
-        for step in range(3):
-            if step == 2:
-                last.requires_grad_(True)
-                if how == "added":
-                    optimizer.add_param_group({"params": list(last.parameters())})
-            ddp.zero_grad()
-            (ddp(x()) * (1 + dist.get_rank())).square().sum().backward()
-            before = [param.detach().clone() for param in model.parameters()]
-            if step < 2:
-                optimizer.step()
-        try:
+    model = make_model()
+    first, last = model[0], model[-1]
+    last.requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    optimizer = oss((model if how == "thawed" else first).parameters(), AdamW, lr=0.1)
+    for step in range(3):
+        if step == 2:
+            last.requires_grad_(True)
+            if how == "added":
+                optimizer.add_param_group({"params": list(last.parameters())})
+        ddp.zero_grad()
+        (ddp(x()) * (1 + dist.get_rank())).square().sum().backward()
+        before = [param.detach().clone() for param in model.parameters()]
+        if step < 2:
             optimizer.step()
-        finally:
-            assert all(map(torch.equal, before, model.parameters()))
-
-    match = "norms differ.*with all parameters that are trained later"
-    raises_on_ranks(2, RuntimeError, train, match=match)
+    try:
+        optimizer.step()
+    finally:
+        assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("layout", ["even", "whole"])
@@ -350,20 +255,18 @@ def test_gradients_that_the_user_averages_train_as_in_one_process(layout):
         torch.testing.assert_close(found, expected)
 
 
+@on_ranks(2)
 def test_gradients_are_compared_in_the_first_step_only(monkeypatch):
-    def train():
-        calls = []
-        model = make_model()
-        optimizer = oss(model.parameters(), AdamW, lr=0.1)
-        gather = RankGroup.all_gather
-        monkeypatch.setattr(RankGroup, "all_gather", lambda *args: calls.append(1) or gather(*args))
-        for _ in range(3):
-            model.zero_grad()
-            model(x()).square().sum().backward()
-            optimizer.step()
-        return len(calls)
-
-    assert run_ranks(2, train) == [1, 1]
+    calls = []
+    model = make_model()
+    optimizer = oss(model.parameters(), AdamW, lr=0.1)
+    gather = RankGroup.all_gather
+    monkeypatch.setattr(RankGroup, "all_gather", lambda *args: calls.append(1) or gather(*args))
+    for _ in range(3):
+        model.zero_grad()
+        model(x()).square().sum().backward()
+        optimizer.step()
+    assert len(calls) == 1
 
 
 # -- arguments in the wrong place ------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import (
     assert_same,
     copied,
@@ -75,36 +75,32 @@ def test_state_of_a_parameter_that_is_frozen_while_it_is_loaded_is_kept(workers)
     assert_same(ranks, expected)
 
 
+@on_ranks(2, raises=RuntimeError, match="use_reentrant=False")
 def test_a_parameter_inside_and_outside_of_a_reentrant_checkpoint_is_an_error():
-    def run():
-        inner = nn.Linear(5, 5)
+    inner = nn.Linear(5, 5)
 
-        class Twice(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.inner = inner
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
 
-            def forward(self, x):
-                return self.inner(checkpoint(self.inner, x, use_reentrant=True))
+        def forward(self, x):
+            return self.inner(checkpoint(self.inner, x, use_reentrant=True))
 
-        model, _ = sharded(Twice())
-        model(torch.ones(2, 5, requires_grad=True)).sum().backward()
-
-    raises_on_ranks(2, RuntimeError, run, match="use_reentrant=False")
+    model, _ = sharded(Twice())
+    model(torch.ones(2, 5, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@on_ranks("workers", raises=RuntimeError, match="modified by an inplace operation")
 def test_a_backward_through_parameters_that_a_step_has_changed_is_an_error(workers):
-    def run():
-        module = make_model(torch.float32)
-        model, optimizer = sharded(module, lr=0.1)
-        x = torch.ones(2, 5)
-        first, second = model(x).sum(), model(x).sum()
-        first.backward()
-        optimizer.step()
-        second.backward()
-
-    raises_on_ranks(workers, RuntimeError, run, match="modified by an inplace operation")
+    module = make_model(torch.float32)
+    model, optimizer = sharded(module, lr=0.1)
+    x = torch.ones(2, 5)
+    first, second = model(x).sum(), model(x).sum()
+    first.backward()
+    optimizer.step()
+    second.backward()
 
 
 def test_a_rule_takes_the_optimizers_group():
@@ -144,11 +140,9 @@ def test_a_worker_without_data_has_the_others_buffers():
     assert_same(ranks, ranks[0])
 
 
+@on_ranks(2, raises=ValueError, match=r"does not take|2D")
 def test_parameters_that_one_workers_optimizer_does_not_take_are_an_error_everywhere():
-    def run():
-        oss(nn.Linear(30, 30).parameters(), Muon, lr=0.1)
-
-    raises_on_ranks(2, ValueError, run, match=r"does not take|2D")
+    oss(nn.Linear(30, 30).parameters(), Muon, lr=0.1)
 
 
 class Lists(SGD):
@@ -160,16 +154,14 @@ class Lists(SGD):
                     self.state[p]["history"] = [torch.ones(2)]
 
 
+@on_ranks(2, raises=TypeError, match="in Lists has a list as 'history'")
 def test_state_that_cannot_be_collected_is_an_error_everywhere():
-    def run():
-        module = nn.Linear(3, 3)  # the bias has another owner than the weight
-        optimizer = oss(module.parameters(), Lists, lr=0.1)
-        model = mh.ShardedDataParallel(module, optimizer)
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        optimizer.consolidate_state_dict()
-
-    raises_on_ranks(2, TypeError, run, match="in Lists has a list as 'history'")
+    module = nn.Linear(3, 3)  # the bias has another owner than the weight
+    optimizer = oss(module.parameters(), Lists, lr=0.1)
+    model = mh.ShardedDataParallel(module, optimizer)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.consolidate_state_dict()
 
 
 @pytest.mark.parametrize("option", ["layout", "bucket_size", "reduce_dtype"])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import (
     AROUND_OSS,
     OPTIMIZERS,
@@ -149,12 +149,10 @@ def test_one_worker_needs_no_other():
     assert_same([copied(module.parameters())], list(expected.parameters()), rtol=0, atol=0)
 
 
+@on_ranks(3, raises=ValueError, match="needs all workers on the same host.*rank 2: host 1")
 def test_workers_of_several_hosts_cannot(monkeypatch):
-    def run():
-        monkeypatch.setattr(_host, "_host_identity", lambda: f"host {dist.get_rank() // 2}")
-        shared(make_model().parameters(), torch.optim.SGD)
-
-    raises_on_ranks(3, ValueError, run, match="needs all workers on the same host.*rank 2: host 1")
+    monkeypatch.setattr(_host, "_host_identity", lambda: f"host {dist.get_rank() // 2}")
+    shared(make_model().parameters(), torch.optim.SGD)
 
 
 def test_workers_that_cannot_read_each_others_memory_all_say_so(monkeypatch):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import manyhands as mh
 from helpers.checkpoint_oracle import Model
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import on_ranks, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import everyone
 
 LEVELS = (0, 1, 2, 3)
@@ -310,20 +310,16 @@ def test_a_model_on_meta_is_not_left_without_values():
         mh.save_weights(on_meta(), "nowhere")
 
 
+@on_ranks(2, raises=RuntimeError, match="Call mh.load_weights")
 def test_meta_inside_sharded_data_parallel_is_refused():
-    def load():
-        optimizer = mh.OSS((model := on_meta()).parameters(), lr=0.1)
-        mh.load_weights(mh.ShardedDataParallel(model, optimizer), Model(1).state_dict())
-
-    raises_on_ranks(2, RuntimeError, load, match="Call mh.load_weights")
+    optimizer = mh.OSS((model := on_meta()).parameters(), lr=0.1)
+    mh.load_weights(mh.ShardedDataParallel(model, optimizer), Model(1).state_dict())
 
 
+@on_ranks(2, raises=ValueError, match="ranks have different weights")
 def test_ranks_with_other_weights_are_told():
-    def load():
-        state = nn.Linear(2, 1 + dist.get_rank()).state_dict()
-        mh.load_weights(nn.Linear(2, 1 + dist.get_rank()), state)
-
-    raises_on_ranks(2, ValueError, load, match="ranks have different weights")
+    state = nn.Linear(2, 1 + dist.get_rank()).state_dict()
+    mh.load_weights(nn.Linear(2, 1 + dist.get_rank()), state)
 
 
 def test_a_rank_that_does_not_call_is_named(monkeypatch):
