@@ -1,10 +1,11 @@
 """Start the processes of a run, wait for the end, and read the records.
 
-A rank is a fork of this process, which has imported torch, or a new interpreter, which has a
-different seed of Python's string hashes. A run ends when all processes have written a record, a
-process fails, or no process computes.
+A rank is a fork of this process, or of an interpreter with a different seed of Python's string
+hashes. A run ends when all processes have written a record, a process fails, or no process
+computes. If this process dies, the ranks die as well.
 """
 
+import gc
 import os
 import runpy
 import signal
@@ -15,18 +16,21 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
 
+from manyhands.blocks.crew._processes import tie_group_to
+from manyhands.tools._interpreters import lifeline, start_interpreter
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._records import read
 
 IDLE = 8.0  # seconds without computation in any process, after which a run hangs
 POLL = 0.01  # seconds between looks at the files of a run
 POLL_WORK = 0.3  # seconds between looks at the processor time of a run
+PATH_BYTES = 4096  # longest path of a request
 
 
 @dataclass
@@ -39,10 +43,16 @@ class Rank:
     listener: int  # descriptor of the socket for the store, in rank 0
     port: int  # of the listener
     end: int  # descriptor of a pipe that the parent closes at the end of the run
+    life: int  # descriptor of a pipe that closes when the parent dies
+    parent: int  # process
 
     def set_up(self) -> None:
-        if os.getsid(0) != os.getpid():
-            os.setsid()
+        gc.freeze()  # collections would copy the pages of all objects
+        gc.enable()
+        os.setsid()
+        tie_group_to(self.life)
+        if os.getppid() != self.parent:  # the parent has died before
+            os._exit(1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         output = os.open(self.out / f"output{self.number}.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -142,22 +152,28 @@ class CheckRun:
 def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> CheckRun:
     """Run a job on `world` ranks, and return the records.
 
-    The first `forks` ranks are forks, and the others are new interpreters.
+    The first `forks` ranks are forks of this process, and the others of new interpreters.
     """
     reading, writing = os.pipe()
+    life, parent_end = lifeline()
     processes: list[int] = []
     with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
-        place = (world, out, listener.fileno(), listener.getsockname()[1], reading)
+        port = listener.getsockname()[1]
+        place = (world, out, listener.fileno(), port, reading, life, os.getpid())
         try:
-            for number in range(forks, world):
-                processes.append(_start_rank(job, Rank(number, *place)))
+            interpreters = list(map(start_interpreter, range(forks, world)))
+            for number, interpreter in enumerate(interpreters, forks):
+                _request_rank(interpreter, job, Rank(number, *place))
             import_optimizers()
             for number in range(forks):
                 process = os.fork()
                 if process == 0:
                     os.close(writing)
+                    os.close(parent_end)
                     _run_rank(job, Rank(number, *place))
-                processes.insert(number, process)
+                processes.append(process)
+            for interpreter in interpreters:
+                processes.append(int(interpreter.recv(16)))
             found = _wait_for(processes, out, time.monotonic() + seconds)
         finally:
             os.close(writing)  # finished ranks exit by themselves
@@ -168,23 +184,50 @@ def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> Chec
     return found
 
 
-def _start_rank(job: RankJob, rank: Rank) -> int:
-    """Start a rank in a new interpreter."""
-    os.set_inheritable(rank.end, True)
-    os.set_inheritable(rank.listener, True)
-    command = f"from {__name__} import run_started_rank; run_started_rank()"
+def _request_rank(interpreter: socket.socket, job: RankJob, rank: Rank) -> None:
+    """Let an interpreter fork a rank. The answer is the number of the process."""
     file = rank.out / f"rank{rank.number}.pt"
-    torch.save((job, rank), file)
-    words = [sys.executable, "-c", command, str(file)]
-    return os.posix_spawn(sys.executable, words, os.environ, setsid=True)
+    torch.save((job, rank, dict(os.environ), os.getcwd()), file)
+    descriptors = [rank.listener, rank.end, rank.life]
+    socket.send_fds(interpreter, [bytes(file)], descriptors)
 
 
-def run_started_rank() -> NoReturn:
+def serve() -> NoReturn:
+    """Fork a rank for each request, until the parent dies."""
     if sys.path[0] == "":
         sys.path.pop(0)  # the working folder, which `python -c` adds
-    job, rank = read(Path(sys.argv[1]))
     import_optimizers()
-    _run_rank(job, rank)
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    with suppress(ConnectionError):
+        while True:
+            file, descriptors, _, _ = socket.recv_fds(requests, PATH_BYTES, 3)
+            if not file:
+                break
+            between = os.fork()
+            if between == 0:
+                _fork_rank(requests, Path(os.fsdecode(file)), descriptors)
+            os.waitpid(between, 0)
+            for descriptor in descriptors:
+                os.close(descriptor)
+    os._exit(0)
+
+
+def _fork_rank(requests: socket.socket, file: Path, descriptors: list[int]) -> NoReturn:
+    between = os.getpid()
+    try:
+        if os.fork() == 0:
+            while os.getppid() == between:
+                time.sleep(0.001)
+            requests.send(str(os.getpid()).encode())
+            requests.close()
+            job, rank, environment, folder = read(file)
+            os.environ.clear()
+            os.environ.update(environment)
+            os.chdir(folder)
+            listener, end, life = descriptors
+            _run_rank(job, replace(rank, listener=listener, end=end, life=life))
+    finally:
+        os._exit(0)
 
 
 def _kill(processes: list[int]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from manyhands.tools._interpreters import start_interpreter
 from manyhands.tools.cli._terminal import (
     check_no_option,
     exit_on_sigterm,
@@ -95,6 +98,8 @@ def check(
         stop("check", f"{', '.join(misplaced)}: only with --resume.")
     if ranks == 1 and not resume:
         stop("check", "--ranks takes a number of at least 2, got '1'. --resume accepts 1.")
+    if not math.isfinite(timeout):
+        stop("check", f"--timeout takes a finite number of at least 1, got '{timeout}'.")
     allowed = allow.replace(",", " ").split()
     for exception in allowed:
         if exception not in EXCEPTIONS:
@@ -103,6 +108,9 @@ def check(
     if module or not Path(name).is_file():
         _check_name(name, module)
     arguments = _check_arguments(arguments)
+    for number in range(then or ranks or 1) if resume else range(1, ranks or 2):
+        start_interpreter(number)
+    gc.disable()  # importing torch takes less time
     verdict: Verdict | ResumeVerdict
     with exit_on_sigterm(), show_progress(f"checking {name}, up to {timeout:g} s"):
         if resume:
