@@ -52,7 +52,6 @@ def test_resuming_prints_what_the_page_shows(tmp_path, monkeypatch):
     [
         (["--then", "2", "train.py"], "--then: only with --resume."),
         (["--ranks", "1", "train.py"], "--ranks takes a number of at least 2, got '1'"),
-        (["--timeout", "nan", "train.py"], "--timeout takes a finite number of at least 1, got"),
         (["--allow", "batchnorm", "train.py"], "--allow takes some of batch-norm, schedule"),
         (["--rank=2", "train.py"], "there is no option --rank=2. Did you mean --ranks?"),
         (["-m", "--setps", "train"], "there is no option --setps. Did you mean --steps?"),
