@@ -44,15 +44,12 @@ class Rank:
     port: int  # of the listener
     end: int  # descriptor of a pipe that the parent closes at the end of the run
     life: int  # descriptor of a pipe that closes when the parent dies
-    parent: int  # process
 
     def set_up(self) -> None:
         gc.freeze()  # collections would copy the pages of all objects
         gc.enable()
         os.setsid()
         tie_group_to(self.life)
-        if os.getppid() != self.parent:  # the parent has died before
-            os._exit(1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         output = os.open(self.out / f"output{self.number}.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -157,13 +154,13 @@ def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> Chec
     reading, writing = os.pipe()
     life, parent_end = lifeline()
     processes: list[int] = []
+    requests: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
         port = listener.getsockname()[1]
-        place = (world, out, listener.fileno(), port, reading, life, os.getpid())
+        place = (world, out, listener.fileno(), port, reading, life)
         try:
-            interpreters = list(map(start_interpreter, range(forks, world)))
-            for number, interpreter in enumerate(interpreters, forks):
-                _request_rank(interpreter, job, Rank(number, *place))
+            for number in range(forks, world):
+                requests.append(_request_rank(job, Rank(number, *place)))
             import_optimizers()
             for number in range(forks):
                 process = os.fork()
@@ -172,10 +169,13 @@ def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> Chec
                     os.close(parent_end)
                     _run_rank(job, Rank(number, *place))
                 processes.append(process)
-            for interpreter in interpreters:
-                processes.append(int(interpreter.recv(16)))
+            for request in requests:
+                processes.append(int(request.recv(16)))
+                request.send(b".")
             found = _wait_for(processes, out, time.monotonic() + seconds)
         finally:
+            for request in requests:
+                request.close()
             os.close(writing)  # finished ranks exit by themselves
             _kill(processes)
             os.close(reading)
@@ -184,12 +184,15 @@ def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> Chec
     return found
 
 
-def _request_rank(interpreter: socket.socket, job: RankJob, rank: Rank) -> None:
-    """Let an interpreter fork a rank. The answer is the number of the process."""
+def _request_rank(job: RankJob, rank: Rank) -> socket.socket:
+    """Let an interpreter fork a rank, which sends its process id and waits for a byte."""
     file = rank.out / f"rank{rank.number}.pt"
     torch.save((job, rank, dict(os.environ), os.getcwd()), file)
-    descriptors = [rank.listener, rank.end, rank.life]
-    socket.send_fds(interpreter, [bytes(file)], descriptors)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        descriptors = [theirs.fileno(), rank.listener, rank.end, rank.life]
+        socket.send_fds(start_interpreter(rank.number), [bytes(file)], descriptors)
+    return ours
 
 
 def serve() -> NoReturn:
@@ -198,33 +201,33 @@ def serve() -> NoReturn:
         sys.path.pop(0)  # the working folder, which `python -c` adds
     import_optimizers()
     requests = socket.socket(fileno=int(sys.argv[1]))
-    with suppress(ConnectionError):
-        while True:
-            file, descriptors, _, _ = socket.recv_fds(requests, PATH_BYTES, 3)
-            if not file:
-                break
-            between = os.fork()
-            if between == 0:
-                _fork_rank(requests, Path(os.fsdecode(file)), descriptors)
-            os.waitpid(between, 0)
-            for descriptor in descriptors:
-                os.close(descriptor)
-    os._exit(0)
+    while True:
+        file, descriptors, _, _ = socket.recv_fds(requests, PATH_BYTES, 4)
+        if not file:
+            os._exit(0)
+        between = os.fork()
+        if between == 0:
+            requests.close()
+            _fork_rank(Path(os.fsdecode(file)), *descriptors)
+        os.waitpid(between, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
-def _fork_rank(requests: socket.socket, file: Path, descriptors: list[int]) -> NoReturn:
+def _fork_rank(file: Path, request: int, listener: int, end: int, life: int) -> NoReturn:
     between = os.getpid()
     try:
         if os.fork() == 0:
             while os.getppid() == between:
                 time.sleep(0.001)
-            requests.send(str(os.getpid()).encode())
-            requests.close()
+            with socket.socket(fileno=request) as parent:
+                parent.send(str(os.getpid()).encode())
+                if not parent.recv(1):  # the run has ended
+                    os._exit(0)
             job, rank, environment, folder = read(file)
             os.environ.clear()
             os.environ.update(environment)
             os.chdir(folder)
-            listener, end, life = descriptors
             _run_rank(job, replace(rank, listener=listener, end=end, life=life))
     finally:
         os._exit(0)
