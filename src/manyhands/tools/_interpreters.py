@@ -1,8 +1,8 @@
 """Start Python interpreters that fork ranks for `manyhands check`.
 
-Each rank needs a different seed of Python's string hashes, and therefore a separate interpreter. An
-interpreter starts once, and imports torch at the same time as the command. The interpreter forks
-twice for each rank, so that the rank becomes a child of the command (a subreaper, prctl(2)).
+Ranks need different seeds of Python's string hashes, and therefore separate interpreters. Each
+starts once, and imports torch while the command does so. An interpreter forks twice for each rank,
+so that the rank becomes a child of the command (a subreaper, prctl(2)).
 """
 
 import ctypes
@@ -12,8 +12,7 @@ import sys
 from functools import cache
 
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
-# Without garbage collection, importing torch takes 25 % less time.
-COMMAND = "import gc; gc.disable(); from manyhands.tools.check._processes import serve; serve()"
+COMMAND = "from manyhands.tools.check._processes import serve; serve()"
 
 
 @cache

@@ -47,7 +47,6 @@ class Rank:
 
     def set_up(self) -> None:
         gc.freeze()  # collections would copy the pages of all objects
-        gc.enable()
         os.setsid()
         tie_group_to(self.life)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -116,6 +115,11 @@ class CheckRun:
     def failed(self) -> bool:
         return bool(self.errors) or self.hangs or self.late
 
+    @property
+    def asked(self) -> bool:
+        """Whether the script asked for accelerators."""
+        return (self.folder / "asked").exists()
+
     def last_output(self, rank: int = 0) -> str:
         """Return the last lines of a rank's output."""
         file = self.folder / f"output{rank}.txt"
@@ -137,9 +141,11 @@ class CheckRun:
         place = ""
         last = ""
         for line in text.splitlines():
-            last = line.strip() or last
-            if last.startswith("File "):
-                place = f" ({last})"
+            if line.startswith("  File "):
+                place = f" ({line.strip()})"
+                last = ""
+            elif not line.startswith(" "):
+                last = last or line  # the first line of the exception
         output = self.last_output(rank)
         if output and not place:  # no traceback
             place = f". Last output: {output}"
@@ -239,8 +245,10 @@ def _kill(processes: list[int]) -> None:
         for kill in (os.killpg, os.kill):  # a fork may not have made its session yet
             with suppress(ProcessLookupError):
                 kill(process, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(process, 0)
+        for waited in (process, -process):  # orphans in the group have become children
+            with suppress(ChildProcessError):
+                while True:
+                    os.waitpid(waited, 0)
 
 
 def _run_rank(job: RankJob, rank: Rank) -> NoReturn:
@@ -303,7 +311,9 @@ def _work(processes: list[int]) -> tuple[float, bool]:
 
 def import_optimizers() -> None:
     """Import torch._dynamo, which takes a second, with a first optimizer."""
+    gc.disable()  # makes the import a third faster
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    gc.enable()
 
 
 def run_script(job: CheckedScript) -> None:

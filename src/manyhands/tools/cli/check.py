@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,7 +106,6 @@ def check(
     arguments = _check_arguments(arguments)
     for number in range(then or ranks or 1) if resume else range(1, ranks or 2):
         start_interpreter(number)
-    gc.disable()  # importing torch takes less time
     verdict: Verdict | ResumeVerdict
     with exit_on_sigterm(), show_progress(f"checking {name}, up to {timeout:g} s"):
         if resume:
