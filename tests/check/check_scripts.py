@@ -596,7 +596,7 @@ OF_EACH = {  # right scripts, by what is special in them
     **{
         f"layer {name}": dict(model=NET.format(layer))
         for name, layer in {
-            "synchronized batch norm": "nn.SyncBatchNorm(16), nn.ReLU()",
+            "synchronized batch norm": "nn.SyncBatchNorm(16), nn.ReLU(inplace=True)",
             "alpha dropout": "nn.SELU(), nn.AlphaDropout(0.2)",
         }.items()
     },
