@@ -177,6 +177,15 @@ CENTER = dict(
         center = 0.9 * center + 0.1 * mean / world
     """,
 )
+LABELS = dict(  # the loss depends on a statistic of the labels
+    optimizer=DEFAULTS["optimizer"] + "\ncenter = torch.zeros(())",
+    loss="""
+        mean = y.double().mean()
+        dist.all_reduce(mean)
+        center = 0.9 * center + 0.1 * mean / world
+        loss = F.cross_entropy(model(x) * (1 + 1e-9 * center), y)
+    """,
+)
 MANUAL = dict(
     optimizer="",
     clear="model.zero_grad()",
@@ -258,6 +267,11 @@ BUGS = {
     "statistic of the rank": (
         CENTER,
         dict(step="optimizer.step()\ncenter = 0.9 * center + 0.1 * mean"),
+        "state differs",
+    ),
+    "statistic of the rank's labels": (
+        LABELS,
+        dict(loss=LABELS["loss"].replace("dist.all_reduce(mean)", "mean *= world")),
         "state differs",
     ),
     "order of hashes": (
@@ -582,7 +596,7 @@ OF_EACH = {  # right scripts, by what is special in them
     **{
         f"layer {name}": dict(model=NET.format(layer))
         for name, layer in {
-            "synchronized batch norm": "nn.SyncBatchNorm(16), nn.ReLU()",
+            "synchronized batch norm": "nn.SyncBatchNorm(16), nn.ReLU(inplace=True)",
             "alpha dropout": "nn.SELU(), nn.AlphaDropout(0.2)",
         }.items()
     },
@@ -940,6 +954,9 @@ RIGHT["get_batch"], RIGHT["slices"] = GET_BATCH, SLICES
 RIGHT["slices of a global batch"] = SLICES.replace(
     "+ rank * 4, step * 8 + rank * 4 + 4)", ", step * 8 + 8)[rank::world]"
 )
+RIGHT["slices, averaged by hand"] = SLICES.replace(
+    "DDP(nn.Linear(6, 2))", "nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))"
+).replace("    optimizer.step()", AVERAGE.replace("\n", "\n    ") + "optimizer.step()")
 
 # Rank 0 draws more than the others, for an evaluation: the ranks part after their first batch.
 SAME_SEED = GET_BATCH.replace("1337 + rank", "1337").replace(
@@ -970,6 +987,25 @@ for step in range(6):
 """
 RIGHT["targets for each token"] = FLAT_TARGETS
 FSDP2_BUG = FLAT_TARGETS.replace("(loss / 2)", "(loss / 2 / dist.get_world_size())")
+
+# Batches of token numbers that each collation pads to another width.
+PADDED = fill(
+    data="data = [torch.randint(1, 11, (n,)) for n in torch.randint(2, 9, (48,)).tolist()]",
+    loader="""
+        def collate(rows):
+            x = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            return dict(input_ids=x, labels=x.masked_fill(x == 0, -100))
+        sampler = DistributedSampler(data)
+        loader = DataLoader(data, 4, sampler=sampler, collate_fn=collate)
+    """,
+    model=TOKENS["model"],
+    loss='x, y = batch["input_ids"], batch["labels"]' + textwrap.dedent(TOKENS["loss"]),
+).replace("(x, y) in", "batch in")
+PADDED_PAIRS = (
+    PADDED.replace("dict(input_ids=x, labels=", "(x, ")
+    .replace('batch["input_ids"]', "batch[0]")
+    .replace('batch["labels"]', "batch[1]")
+)
 
 # Each sample is compared with the others of its batch.
 COUPLED = fill(loss="out = model(x)\nloss = F.cross_entropy(out @ out.T, torch.arange(len(x)))")

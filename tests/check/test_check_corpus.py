@@ -11,12 +11,24 @@ import torch
 from manyhands.tools.check import EXCEPTIONS, check_script
 
 sys.path.insert(0, str(Path(__file__).parent))  # as the other folders' tests do, by name
-from check_scripts import BUGS, COUPLED, DEFAULTS, FSDP2_BUG, RIGHT, SAME_SEED, fill, written
+from check_scripts import (
+    BUGS,
+    COUPLED,
+    DEFAULTS,
+    FSDP2_BUG,
+    PADDED,
+    PADDED_PAIRS,
+    RIGHT,
+    SAME_SEED,
+    fill,
+    written,
+)
 
 QUICK_BUGS = {
     "loss divided by the world size",
     "not averaged at all",
     "mean of means of tokens",
+    "statistic of the rank's labels",
     "teacher that rank 0 updates",
     "order of hashes",
     "only the last pass is averaged",
@@ -25,7 +37,7 @@ QUICK_BUGS = {
     "gradients not cleared",
     "some doubled",
 }
-QUICK_RIGHT = {"plain", "batch norm", "get_batch", "mixup", "dropout"}
+QUICK_RIGHT = {"plain", "slices, averaged by hand", "batch norm", "get_batch", "mixup", "dropout"}
 
 
 def few(names, quick):
@@ -194,6 +206,30 @@ def test_rows_in_pairs_are_the_reason_if_batches_cannot_be_replayed_one_by_one(t
     assert verdict.code == 2, verdict.as_text()
     assert "the samples that share a batch" in verdict.reason
     assert "one process makes a different number of steps" in verdict.reason
+
+
+def test_batches_of_unequal_width_are_padded_if_labels_are_named(tmp_path):
+    verdict = check_script(written(tmp_path, PADDED))
+    assert verdict.code == 0, verdict.as_text()
+    verdict = check_script(written(tmp_path, PADDED.replace("* world / count", "/ (y > 0).sum()")))
+    assert [one.cause for one in verdict.findings] == ["token weights"], verdict.as_text()
+    verdict = check_script(written(tmp_path, PADDED_PAIRS))
+    assert verdict.code == 2, verdict.as_text()
+    assert "cannot repeat the sums over ranks" in verdict.reason
+
+
+def test_rounding_that_grows_with_each_step_is_no_coupling(tmp_path):
+    loss = "loss = F.mse_loss(torch.sin(300 * model(x).sum(1)), y.double())"
+    verdict = check_script(written(tmp_path, fill(loss=loss)))
+    assert verdict.code == 0, verdict.as_text()
+    assert verdict.notes == ["rounding grows, so batches were compared one by one."]
+
+
+def test_loaders_of_unequal_length_are_noted(tmp_path):
+    part = "data = torch.utils.data.Subset(data, range(12) if rank == 0 else range(12, 48))\n"
+    loader = part + "loader = DataLoader(data, 4, shuffle=True)"
+    verdict = check_script(written(tmp_path, fill(loader=loader, epoch="")))
+    assert verdict.untested == ["the end of an epoch, as the ranks' loaders have [3, 9] batches"]
 
 
 def test_a_bug_names_factor_and_line(tmp_path):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -130,3 +131,25 @@ def test_a_check_that_is_stopped_ends_its_processes_and_puts_files_back(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "train.py"]
     assert (tmp_path / "log").read_text() == "mine"
     assert not any(os.path.exists(f"/proc/{rank}") for rank in ranks)
+
+
+def test_ranks_of_a_killed_check_end(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os\nopen(f'{os.getpid()}', 'w')\nwhile True: pass")
+    command = "from manyhands.tools.cli import main; main()"
+    with subprocess.Popen([sys.executable, "-c", command, "check", script], cwd=tmp_path) as check:
+        while len(ranks := [path.name for path in tmp_path.glob("[0-9]*")]) < 2:
+            assert check.poll() is None
+            time.sleep(0.05)
+        check.kill()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, ranks)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

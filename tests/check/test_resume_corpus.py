@@ -119,6 +119,13 @@ def test_rounding_of_three_ranks_is_allowed(tmp_path):
     assert "DDP changes the order" in verdict.untested[0]
 
 
+def test_the_cpu_passes_for_accelerators_that_a_script_requires(tmp_path):
+    guard = "import torch, sys\nif torch.cuda.device_count() < 2: sys.exit('needs 2 GPUs')\n"
+    verdict = checked(tmp_path, guard + fill(RESUMING, RESUMING_DEFAULTS))
+    assert verdict.code == 0, verdict.as_text()
+    assert "the CPU simulated an accelerator" in verdict.notes[-1]
+
+
 NOT_JUDGED = {
     "no checkpoint": ({"save": SAVE + "\ncontinue"}, {}, "wrote no checkpoint between the first"),
     "a later checkpoint is wanted": (
@@ -140,6 +147,11 @@ NOT_JUDGED = {
         {"load extra": "state['missing']"},
         {},
         "failed: KeyError: 'missing'",
+    ),
+    "a long error while loading": (
+        {"load extra": "raise OSError('broken\\nfile')"},
+        {},
+        "failed: OSError: broken (File",
     ),
     "not reproducible": (
         {"extra": "torch.manual_seed(os.urandom(1)[0])\nmodel[0].reset_parameters()"},

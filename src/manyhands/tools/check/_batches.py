@@ -111,7 +111,7 @@ def join(values: list[Any], padding: int | None = None) -> Any:
             columns[key].append(part)
     for key, column in columns.items():
         padding = None
-        if "attention_mask" in parts:
+        if not parts.keys().isdisjoint(("attention_mask", "labels")):
             padding = LABEL_PADDING if key == "labels" else 0
         parts[key] = join(column, padding)
     return rebuilt(first, parts)

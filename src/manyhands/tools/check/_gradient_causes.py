@@ -68,7 +68,8 @@ def scaled(case: Case) -> Finding | None:
             factors[name] = 1.0  # the gradient is small, with much rounding
     values = sorted(factors.values())
     if values and values[0] and values[-1] - values[0] <= EQUAL_FACTORS * abs(values[-1]):
-        return constant_factor(case, values[len(values) // 2])
+        middle = values[len(values) // 2]
+        return None if abs(middle - 1) < LEAST_LIMIT else constant_factor(case, middle)
     wrong = {name: value for name, value in factors.items() if name in difference.names}
     if not wrong:
         return None

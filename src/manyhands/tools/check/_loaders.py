@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from manyhands.tools.check._batches import digest, map_tensors, row_hashes
@@ -32,17 +32,17 @@ class LoaderRecorder:
         feed: Feed | None,
         noise: FrozenNoise,
         limit: int | None,
-        cast: Callable[[Tensor], Tensor],
+        take: Callable[[Tensor], Tensor],
         place: Callable[[], str],
     ) -> None:
         self.record = record
         self.feed = feed
         self.noise = noise
         self.limit = limit  # steps of an epoch; None: full epochs
-        self.cast = cast  # to the precision of the run
+        self.take = take  # casts a tensor to the precision of the run
         self.place = place  # returns the script's current line
         self.batches: dict[str, list[Any]] = {}  # by loader
-        self.datasets: dict[str, Dataset[Any]] = {}  # of each loader
+        self.loaders: dict[str, DataLoader[Any]] = {}
         self.latest = SeenBatch()
         self.since_pass: set[str] = set()  # with a batch since the last pass
 
@@ -64,11 +64,12 @@ class LoaderRecorder:
         Call this last: worker processes must not share files that a data set opens here.
         """
         self.noise.thaw()
-        for key, dataset in self.datasets.items():
+        for key, loader in self.loaders.items():
             seen = self.record.loaders[key]
             if not seen.trains:
                 continue
             with suppress(Exception):  # no index or length
+                dataset = loader.dataset
                 size = len(dataset)  # type: ignore[arg-type]
                 found: list[Any] = [size]
                 for index in (0, (size - 1) // 2, size - 1):
@@ -77,6 +78,7 @@ class LoaderRecorder:
                     numpy.random.seed(0)
                     found.append(map_tensors(dataset[index], digest))
                 seen.data = repr(found)
+                seen.length = len(loader)
 
     def _init(self, begin: Any, loader: Any, *args: Any, **named: Any) -> None:
         begin(loader, *args, **named)
@@ -91,7 +93,7 @@ class LoaderRecorder:
         places = [other.place for other in self.record.loaders.values()]
         loader.check_key = f"{seen.place} {places.count(seen.place)}"
         self.record.loaders[loader.check_key] = seen
-        self.datasets[loader.check_key] = loader.dataset
+        self.loaders[loader.check_key] = loader
 
     def _length(self, length: Any, loader: Any) -> int:
         found = length(loader)
@@ -117,7 +119,7 @@ class LoaderRecorder:
                 if len(seen.epochs) == 1 and torch.is_grad_enabled():
                     self._read_on(batches, batch, seen.rest)
                 break
-            batch = map_tensors(batch, self.cast)
+            batch = map_tensors(batch, self.take)
             if self.feed is None:
                 given = SeenBatch(row_hashes(batch), next_indices(batches))
                 epoch.append(given)
@@ -144,7 +146,7 @@ class LoaderRecorder:
         """Note samples after the end of a shortened epoch."""
         with suppress(StopIteration):
             for _ in range(READ_ON):
-                rest.hashes += row_hashes(map_tensors(batch, self.cast))
+                rest.hashes += row_hashes(map_tensors(batch, self.take))
                 rest.indices += next_indices(batches)
                 batch = next(batches)
         with suppress(StopIteration):

@@ -6,6 +6,7 @@ lower precisions, and reduces rounding by a factor of a billion.
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -69,8 +70,6 @@ class Machine(TorchFunctionMode):
     def __init__(self, float64: bool) -> None:
         super().__init__()
         self.float64 = float64
-        # Notes a question for accelerators, and returns whether the script asks.
-        self.is_script: Callable[[], bool] = bool
         self.watch: Callable[[Any, Any], tuple[Any, Any]] | None = None  # may replace arguments
         self.note: Callable[[Any, Any], None] | None = None  # receives arguments and result
 
@@ -81,7 +80,7 @@ class Machine(TorchFunctionMode):
         if self.float64 and name in CASTS and isinstance(args[0], Tensor):
             return args[0].double()
         args, kwargs = self.replace_all(args, kwargs or {}, "device" if name == "to" else "")
-        if self.watch is not None:
+        if self.watch is not None and name != "__set__":  # such as `p.grad = mean`
             args, kwargs = self.watch(args, kwargs)
         result = func(*args, **kwargs)
         if self.note is not None:
@@ -135,7 +134,7 @@ def patch(rank: Rank, job: CheckedScript) -> Machine:
         return fork([], enabled)  # no other device has random numbers
 
     wrap(torch.random, "fork_rng", fork_rng)
-    _patch_accelerators(mode, job.accelerators)
+    _patch_accelerators(rank, job)
     for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all"):
         wrap(torch.cuda, name, ignore)
     wrap(torch.cuda, "current_device", zero)
@@ -157,20 +156,28 @@ def patch(rank: Rank, job: CheckedScript) -> Machine:
     return mode
 
 
-def _patch_accelerators(mode: Machine, count: int) -> None:
-    """Simulate `count` GPUs on the CPU, and note questions for GPUs.
+def _patch_accelerators(rank: Rank, job: CheckedScript) -> None:
+    """Simulate GPUs on the CPU, and note questions for GPUs.
 
     Libraries get the true answer.
     """
+    count = job.accelerators
+
+    def is_script() -> bool:
+        """Return whether the script, not a library, called the replaced function."""
+        asks = sys._getframe(3).f_code.co_filename.startswith(str(job.folder))
+        if asks:
+            (rank.out / "asked").touch()
+        return asks
 
     def is_available(ask: Any, *args: Any) -> bool:
-        return (mode.is_script() and count > 0) or ask(*args)
+        return (is_script() and count > 0) or ask(*args)
 
     def device_count(ask: Any) -> int:
-        return count if mode.is_script() and count else ask()
+        return count if is_script() and count else ask()
 
     def current(ask: Any, *args: Any, **named: Any) -> Any:
-        return ACCELERATOR if mode.is_script() and count else ask(*args, **named)
+        return ACCELERATOR if is_script() and count else ask(*args, **named)
 
     for owner in (torch.cuda, torch.accelerator):
         wrap(owner, "is_available", is_available)
@@ -264,4 +271,5 @@ def synchronized_norm(_: Any, module: Any, x: Tensor) -> Tensor:
     group = module.process_group or dist.group.WORLD
     parts = all_gather(x.contiguous(), group)
     out = torch.native_batch_norm(torch.cat(parts), *stored, training, momentum, module.eps)[0]
-    return out.chunk(len(parts))[dist.get_rank(group)]
+    first = dist.get_rank(group) * len(x)
+    return out[first : first + len(x)]  # not of chunk(), which forbids changes in place

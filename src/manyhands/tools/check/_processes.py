@@ -1,10 +1,11 @@
 """Start the processes of a run, wait for the end, and read the records.
 
-A rank is a fork of this process, which has imported torch, or a new interpreter, which has a
-different seed of Python's string hashes. A run ends when all processes have written a record, a
-process fails, or no process computes.
+A rank is a fork of this process, or of an interpreter with a different seed of Python's string
+hashes. A run ends when all processes have written a record, a process fails, or no process
+computes. If this process dies, the ranks die as well.
 """
 
+import gc
 import os
 import runpy
 import signal
@@ -15,18 +16,21 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
 
+from manyhands.blocks.crew._processes import tie_group_to
+from manyhands.tools._interpreters import lifeline, start_interpreter
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._records import read
 
 IDLE = 8.0  # seconds without computation in any process, after which a run hangs
 POLL = 0.01  # seconds between looks at the files of a run
 POLL_WORK = 0.3  # seconds between looks at the processor time of a run
+PATH_BYTES = 4096  # longest path of a request
 
 
 @dataclass
@@ -39,10 +43,12 @@ class Rank:
     listener: int  # descriptor of the socket for the store, in rank 0
     port: int  # of the listener
     end: int  # descriptor of a pipe that the parent closes at the end of the run
+    life: int  # descriptor of a pipe that closes when the parent dies
 
     def set_up(self) -> None:
-        if os.getsid(0) != os.getpid():
-            os.setsid()
+        gc.freeze()  # collections would copy the pages of all objects
+        os.setsid()
+        tie_group_to(self.life)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         output = os.open(self.out / f"output{self.number}.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -109,6 +115,11 @@ class CheckRun:
     def failed(self) -> bool:
         return bool(self.errors) or self.hangs or self.late
 
+    @property
+    def asked(self) -> bool:
+        """Whether the script asked for accelerators."""
+        return (self.folder / "asked").exists()
+
     def last_output(self, rank: int = 0) -> str:
         """Return the last lines of a rank's output."""
         file = self.folder / f"output{rank}.txt"
@@ -130,9 +141,11 @@ class CheckRun:
         place = ""
         last = ""
         for line in text.splitlines():
-            last = line.strip() or last
-            if last.startswith("File "):
-                place = f" ({last})"
+            if line.startswith("  File "):
+                place = f" ({line.strip()})"
+                last = ""
+            elif not line.startswith(" "):
+                last = last or line  # the first line of the exception
         output = self.last_output(rank)
         if output and not place:  # no traceback
             place = f". Last output: {output}"
@@ -142,24 +155,33 @@ class CheckRun:
 def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> CheckRun:
     """Run a job on `world` ranks, and return the records.
 
-    The first `forks` ranks are forks, and the others are new interpreters.
+    The first `forks` ranks are forks of this process, and the others of new interpreters.
     """
     reading, writing = os.pipe()
+    life, parent_end = lifeline()
     processes: list[int] = []
+    requests: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
-        place = (world, out, listener.fileno(), listener.getsockname()[1], reading)
+        port = listener.getsockname()[1]
+        place = (world, out, listener.fileno(), port, reading, life)
         try:
             for number in range(forks, world):
-                processes.append(_start_rank(job, Rank(number, *place)))
+                requests.append(_request_rank(job, Rank(number, *place)))
             import_optimizers()
             for number in range(forks):
                 process = os.fork()
                 if process == 0:
                     os.close(writing)
+                    os.close(parent_end)
                     _run_rank(job, Rank(number, *place))
-                processes.insert(number, process)
+                processes.append(process)
+            for request in requests:
+                processes.append(int(request.recv(16)))
+                request.send(b".")
             found = _wait_for(processes, out, time.monotonic() + seconds)
         finally:
+            for request in requests:
+                request.close()
             os.close(writing)  # finished ranks exit by themselves
             _kill(processes)
             os.close(reading)
@@ -168,23 +190,53 @@ def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> Chec
     return found
 
 
-def _start_rank(job: RankJob, rank: Rank) -> int:
-    """Start a rank in a new interpreter."""
-    os.set_inheritable(rank.end, True)
-    os.set_inheritable(rank.listener, True)
-    command = f"from {__name__} import run_started_rank; run_started_rank()"
+def _request_rank(job: RankJob, rank: Rank) -> socket.socket:
+    """Let an interpreter fork a rank, which sends its process id and waits for a byte."""
     file = rank.out / f"rank{rank.number}.pt"
-    torch.save((job, rank), file)
-    words = [sys.executable, "-c", command, str(file)]
-    return os.posix_spawn(sys.executable, words, os.environ, setsid=True)
+    torch.save((job, rank, dict(os.environ), os.getcwd()), file)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        descriptors = [theirs.fileno(), rank.listener, rank.end, rank.life]
+        socket.send_fds(start_interpreter(rank.number), [bytes(file)], descriptors)
+    return ours
 
 
-def run_started_rank() -> NoReturn:
+def serve() -> NoReturn:
+    """Fork a rank for each request, until the parent dies."""
     if sys.path[0] == "":
         sys.path.pop(0)  # the working folder, which `python -c` adds
-    job, rank = read(Path(sys.argv[1]))
     import_optimizers()
-    _run_rank(job, rank)
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        file, descriptors, _, _ = socket.recv_fds(requests, PATH_BYTES, 4)
+        if not file:
+            os._exit(0)
+        between = os.fork()
+        if between == 0:
+            requests.close()
+            _fork_rank(Path(os.fsdecode(file)), *descriptors)
+        os.waitpid(between, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork_rank(file: Path, request: int, listener: int, end: int, life: int) -> NoReturn:
+    between = os.getpid()
+    try:
+        if os.fork() == 0:
+            while os.getppid() == between:
+                time.sleep(0.001)
+            with socket.socket(fileno=request) as parent:
+                parent.send(str(os.getpid()).encode())
+                if not parent.recv(1):  # the run has ended
+                    os._exit(0)
+            job, rank, environment, folder = read(file)
+            os.environ.clear()
+            os.environ.update(environment)
+            os.chdir(folder)
+            _run_rank(job, replace(rank, listener=listener, end=end, life=life))
+    finally:
+        os._exit(0)
 
 
 def _kill(processes: list[int]) -> None:
@@ -193,8 +245,10 @@ def _kill(processes: list[int]) -> None:
         for kill in (os.killpg, os.kill):  # a fork may not have made its session yet
             with suppress(ProcessLookupError):
                 kill(process, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(process, 0)
+        for waited in (process, -process):  # orphans in the group have become children
+            with suppress(ChildProcessError):
+                while True:
+                    os.waitpid(waited, 0)
 
 
 def _run_rank(job: RankJob, rank: Rank) -> NoReturn:
@@ -257,7 +311,9 @@ def _work(processes: list[int]) -> tuple[float, bool]:
 
 def import_optimizers() -> None:
     """Import torch._dynamo, which takes a second, with a first optimizer."""
+    gc.disable()  # makes the import a third faster
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    gc.enable()
 
 
 def run_script(job: CheckedScript) -> None:

@@ -47,8 +47,8 @@ class Recorder:
         self.record = Recording()
         self.now = SeenStep()  # the next step
         limit = math.ceil(job.steps / 2) if job.short else None  # two epochs in these steps
-        self.loaders = LoaderRecorder(self.record, feed, self.noise, limit, self.cast, self.place)
         self.state = StateWatch(self.place, self.name_of)
+        self.loaders = LoaderRecorder(self.record, feed, self.noise, limit, self.take, self.place)
         # The ranks' steps, for rates and gains.
         self.rank_steps: Iterator[SeenStep] = iter(())
         if feed is not None and feed.plan.rates:
@@ -77,7 +77,6 @@ class Recorder:
 
     def patch(self, mode: Machine) -> None:
         mode.watch = self.exchange_targets
-        mode.is_script = self.is_script
         if self.feed is None:
             mode.note = self.note_call
         self.noise.patch()
@@ -90,6 +89,8 @@ class Recorder:
             wrap(kind, "zero_grad", self._zero_grad)
         wrap(LRScheduler, "step", self._step_schedule)
         wrap(ScalingRuleBase, "gain", self._gain)
+        for name in ("all_reduce", "all_gather", "all_gather_into_tensor"):
+            wrap(torch.distributed, name, self._combine)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             wrap(owner, "clip_grad_norm_", self._clip)
 
@@ -216,6 +217,12 @@ class Recorder:
             return args, named
         return self._exchange((args, named), {self.size, *sizes})
 
+    def take(self, tensor: Tensor) -> Tensor:
+        """Cast a tensor of a batch, and note that the tensor is a sample."""
+        tensor = self.cast(tensor)
+        self.state.note_samples(tensor)
+        return tensor
+
     def cast(self, tensor: Tensor) -> Tensor:
         if self.float64 and tensor.is_floating_point():
             return tensor.double()
@@ -261,6 +268,11 @@ class Recorder:
             var = None
         return torch.cat(outs)
 
+    def _combine(self, combine: Any, *args: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled() and not self.depth and not self.now.passes:
+            self.record.sums = True
+        return combine(*args, **named)
+
     # Passes and gradients.
 
     def _backward(self, backward: Any, tensors: Any, *args: Any, **named: Any) -> None:
@@ -280,13 +292,6 @@ class Recorder:
         if not self.optimizers:
             self._name_leaves(tensors)
             self.unmoved = self.parameters()
-
-    def is_script(self) -> bool:
-        """Return whether the script, not a library, asks for an accelerator, and note this."""
-        frame = sys._getframe(3)  # the caller of the replaced function
-        asks = frame.f_code.co_filename.startswith(str(self.folder))
-        self.record.asked |= asks
-        return asks
 
     def note_call(self, arguments: Any, result: Any) -> None:
         if not self.stepping and detect_fake_mode() is None:

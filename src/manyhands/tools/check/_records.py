@@ -49,7 +49,7 @@ class SeenLoader:
     reshuffles: bool  # the sampler shuffles by the epoch's number
     repeats: bool  # the sampler draws with replacement
     shuffles_all: bool  # the sampler shuffles all samples of the data set
-    length: int | None = None  # len(), if the script read it
+    length: int | None = None  # batches of an epoch
     trains: bool = False
     epochs: list[list[SeenBatch]] = field(default_factory=list)
     rest: SeenBatch = field(default_factory=SeenBatch)  # omitted from the first epoch
@@ -85,11 +85,11 @@ class Recording:
     complete: bool = False  # every optimizer made the requested steps
     grouped: bool = False  # a process group existed
     idle: bool = False  # an optimizer made no step
+    sums: bool = False  # the script summed or gathered values before a backward pass
     blocks: bool = False  # manyhands.blocks steps the optimizer
     rule: bool = False  # a scaling rule of manyhands steps the optimizer
     cut: bool = False  # an epoch was shortened
     manual: bool = False  # steps without an optimizer of torch
-    asked: bool = False  # for an accelerator
     accelerate: bool = False  # Accelerate steps the schedule
 
     def training_loaders(self) -> dict[str, SeenLoader]:

@@ -42,9 +42,8 @@ class RecordedScript:
             torch.manual_seed(0)  # equal in all runs of a script that sets no seed
             run_script(self.script)
         except BaseException:
-            for sign in ("cut", "asked"):
-                if getattr(recorder.record, sign):
-                    (rank.out / sign).touch()
+            if recorder.record.cut:
+                (rank.out / "cut").touch()
             raise
         self.finish(rank, recorder)
 
@@ -94,12 +93,6 @@ class Runs:
         if self.job.short and (incomplete or (self.ranks.folder / "cut").exists()):
             self.job = replace(self.job, short=False)
             self.ranks = self.run(self.job, self.world)
-
-    @property
-    def asked(self) -> bool:
-        """Whether the script asked for accelerators."""
-        asked = any(record.asked for record in self.ranks.records)
-        return asked or (self.ranks.folder / "asked").exists()
 
     def run_one(self, plan: FeedPlan | None, steps: int | None = None) -> CheckRun:
         """Run a single process as a replay, or with the script's data."""

@@ -28,7 +28,7 @@ class StateWatch:
         self.fixed: set[int] = set()  # ids of tensors that `note_module` marks
         # Ids of samples and results of this step, with the ids of older tensors behind each. No
         # weak references: torch cannot swap tensors with these.
-        self.fresh: dict[int, frozenset[int]] = {}
+        self.fresh: dict[int, tuple[int, ...]] = {}
         self.older: dict[int, Tensor] = {}  # behind a result, by id
         self.influential: set[int] = set()  # marked ids in `older`
 
@@ -44,7 +44,7 @@ class StateWatch:
 
     def note_samples(self, batch: Any) -> None:
         for tensor in tensors_of(batch):
-            self.fresh[id(tensor)] = frozenset()
+            self.fresh[id(tensor)] = ()
 
     def note_module(self, module: torch.nn.Module) -> None:
         """Mark buffers and untrained parameters of a module."""
@@ -64,16 +64,16 @@ class StateWatch:
                     self.marks[".".join(filter(None, (name, prefix, key)))] = mark(tensor)
 
     def note_call(self, arguments: Any, result: Any) -> None:
-        behind: set[int] = set()
+        behind: dict[int, None] = {}  # in an order that all ranks share
         for tensor in tensors_of(arguments):
-            behind.update(self._behind(tensor))
+            behind.update(dict.fromkeys(self._behind(tensor)))
         for made in tensors_of(result):
             if made.requires_grad:
                 self._influence(behind)
             elif not (id(made) in self.older or id(made) in self.fixed):
-                self.fresh[id(made)] = frozenset(behind)
+                self.fresh[id(made)] = tuple(behind)
 
-    def _behind(self, tensor: Tensor) -> Iterable[int]:
+    def _behind(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the ids of the older tensors behind a tensor."""
         key = id(tensor)
         if tensor.requires_grad or key in self.fixed:
@@ -85,7 +85,7 @@ class StateWatch:
         self.older[key] = tensor
         return (key,)
 
-    def _influence(self, older: set[int]) -> None:
+    def _influence(self, older: Iterable[int]) -> None:
         """Mark older tensors behind a result that requires a gradient."""
         for key in older:
             if key not in self.influential:

@@ -64,12 +64,14 @@ class ResumeCheck:
         self.folder = folder
         self.deadline = time.monotonic() + request.seconds
         self.verdict = ResumeVerdict(EQUAL)
-        self.ranks = request.ranks or 2
+        self.ranks = 2  # of the first and the last run
+        self.asked = False  # whether the script asked for accelerators
+        self.simulates = False  # whether the CPU simulates an accelerator for each rank
         self.kept = folder / "files"  # copies of files that the first two runs change
 
     def judge(self) -> None:
         try:
-            killed = self.interrupt()
+            killed = self.interrupt_with_accelerators()
             at = len(killed[0].steps)
             resumed = self.resume(at, killed)
         finally:
@@ -89,11 +91,29 @@ class ResumeCheck:
     def run(self, job: ResumeJob, ranks: int, forks: int) -> CheckRun:
         job.kept.mkdir(exist_ok=True)
         out = Path(tempfile.mkdtemp(dir=self.folder))
-        return run(job, ranks, out, max(self.deadline - time.monotonic(), 1.0), forks)
+        if self.simulates:
+            job = replace(job, script=replace(job.script, accelerators=ranks))
+        made = run(job, ranks, out, max(self.deadline - time.monotonic(), 1.0), forks)
+        self.asked |= made.asked
+        return made
+
+    def interrupt_with_accelerators(self) -> list[RankHistory]:
+        """Interrupt the script. If this fails, simulate the accelerators that the script needs."""
+        try:
+            return self.interrupt()
+        except NotJudged:
+            if not self.asked:
+                raise
+        put_back(self.kept)
+        self.kept = self.folder / "files with accelerators"
+        self.simulates = True
+        self.verdict.notes.append("the CPU simulated an accelerator for each rank.")
+        return self.interrupt()
 
     def interrupt(self) -> list[RankHistory]:
         """Kill the script after a checkpoint, and return the ranks' histories."""
         at = self.request.at
+        self.ranks = self.request.ranks or 2
         job = ResumeJob(self.request.script, self.kept, (0,), 0, at, until_checkpoint=True)
         made = self.run(job, self.ranks, forks=self.ranks)
         grouped = any(one.grouped for one in made.records)

@@ -1,0 +1,33 @@
+"""Start Python interpreters that fork ranks for `manyhands check`.
+
+Ranks need different seeds of Python's string hashes, and therefore separate interpreters. Each
+starts once, and imports torch while the command does so. An interpreter forks twice for each rank,
+so that the rank becomes a child of the command (a subreaper, prctl(2)).
+"""
+
+import ctypes
+import os
+import socket
+import sys
+from functools import cache
+
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+COMMAND = "from manyhands.tools.check._processes import serve; serve()"
+
+
+@cache
+def lifeline() -> tuple[int, int]:
+    """Return the ends of a pipe that closes when this process ends."""
+    return os.pipe()
+
+
+@cache
+def start_interpreter(number: int) -> socket.socket:
+    """Start interpreter `number` if necessary, and return the socket for its requests."""
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        theirs.set_inheritable(True)
+        words = [sys.executable, "-c", COMMAND, str(theirs.fileno())]
+        os.posix_spawn(sys.executable, words, os.environ, setsid=True)
+    return ours
