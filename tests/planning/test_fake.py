@@ -38,6 +38,7 @@ def train(model, optimizer, steps=3):
         for each in optimizers:
             each.zero_grad()
         model(torch.randn(2, model.in_features)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for each in optimizers:
             each.step()
 
@@ -67,8 +68,9 @@ def test_messages_do_not_depend_on_memory(level, make_optimizer, rank):
     assert found == counts(make_optimizer, level, rank, fake=False)
 
 
-def test_messages_of_dtensors():
-    with mh.dry_run(8, fake=True) as counted:
+@pytest.mark.parametrize("fake", [True, False])
+def test_messages_of_dtensors(fake):
+    with mh.dry_run(8, fake=fake) as counted:
         model = fully_shard(make_model())
         model(torch.randn(2, 64)).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
