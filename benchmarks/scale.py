@@ -27,6 +27,7 @@ import pages
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.optim import SGD, AdamW, Muon
@@ -38,7 +39,7 @@ from manyhands._ranks.groups import connect
 from manyhands._ranks.presence import RollCall
 from manyhands.tools.plan._costs import round_cost
 from manyhands.tools.plan._model import measure, planned_optimizers
-from manyhands.tools.plan._order import PeakMemory
+from manyhands.tools.plan._order import PeakMemory, total_peak
 from manyhands.tools.plan._plan import NAMES
 
 SIZES = (8, 128)  # 256 ranks in pairs would need 65,000 descriptors
@@ -198,43 +199,80 @@ def step(part: Part, size: int) -> list[str]:
     return [name, f"{size:,}", *megabytes, f"{1e3 * min(times):.0f}"]
 
 
-TOKENS = 4, 64  # of a pass in the table of peaks
+TOKENS = 4, 64  # of a pass in the tables of peaks
+RANKS = 4  # real processes
 
 
-def pass_repeatedly(level: int, after_sharding: Callable[[], Any]) -> None:
-    model, optimizer = sharded(level)(build())
-    after_sharding()
-    for _ in range(3):
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
         optimizer.zero_grad()
         model(torch.zeros(*TOKENS, dtype=torch.long)).sum().backward()
         optimizer.step()
 
 
-def allocated_peak(level: int, size: int) -> int:
+def allocated_peak(level: int) -> int:
     """Return the peak of the bytes that torch's allocator reports to the profiler."""
-    began: list[int] = []
-    with mh.dry_run(size), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        pass_repeatedly(level, lambda: began.append(time.time_ns()))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        model, optimizer = sharded(level)(build())
+        began = time.time_ns()
+        train(model, optimizer, 3)
     changes = []
     for event in seen.profiler.kineto_results.events():
         if event.name() == "[memory]":
             changes.append((event.start_ns(), event.nbytes()))
     changes.sort()
     totals = accumulate(nbytes for _, nbytes in changes)
-    return max(total for total, (at, _) in zip(totals, changes, strict=True) if at > began[0])
+    return max(total for total, (at, _) in zip(totals, changes, strict=True) if at > began)
 
 
 def peak(level: int, size: int) -> list[str]:
-    """Return a row of the table of peaks: planned, without memory, and allocated."""
-    tokens = torch.empty(*TOKENS, dtype=torch.long, device="meta")
-    planned = mh.plan(build, workers=size, input=tokens).rows[level].total
+    """Return a row of the table of peaks in dry runs."""
+    found = [planned_peak(level, size, "nccl")]
     memory = PeakMemory()
     with mh.dry_run(size, fake=True), memory:
-        pass_repeatedly(level, memory.restart)
-    allocated = allocated_peak(level, size)
-    assert 0.9 < planned / memory.peak < 1.1, (level, size, planned, memory.peak)
-    numbers = [f"{each / 1e6:.1f}" for each in (planned, memory.peak, allocated)]
-    return [NAMES[level], f"{size:,}", *numbers]
+        model, optimizer = sharded(level)(build())
+        memory.restart()
+        train(model, optimizer, 3)
+    found.append(memory.peak)
+    if level == 3:
+        with mh.dry_run(size, fake=True):
+            model, optimizer = sharded(level)(build())
+            train(model, optimizer, 2)
+            with FSDPMemTracker(model.module, optimizer) as tracker:  # of a single step
+                train(model, optimizer, 1)
+        assert abs(total_peak(tracker) - memory.peak) < 2e5, (size, total_peak(tracker), found)
+    with mh.dry_run(size):
+        allocated = allocated_peak(level)
+    assert 0.97 < allocated / memory.peak < 1.03, (level, size, allocated, found)
+    # The plan adds the largest activations to gradient shards, which grow while those are freed.
+    assert 0.9 < found[0] / memory.peak < 1.15, (level, size, found)
+    return [NAMES[level], f"{size:,}", *(f"{each / 1e6:.1f}" for each in found)]
+
+
+def planned_peak(level: int, size: int, backend: str) -> int:
+    tokens = torch.empty(*TOKENS, dtype=torch.long, device="meta")
+    return mh.plan(build, workers=size, input=tokens, backend=backend).rows[level].total
+
+
+def on_gloo(level: int, folder: str, rank: int) -> int:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    found = allocated_peak(level)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def gloo_peak(level: int) -> list[str]:
+    """Return a row of the table of peaks of real ranks."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        get_context("spawn").Pool(RANKS, maxtasksperchild=1) as pool,
+    ):
+        measured = max(pool.map(partial(on_gloo, level, folder), range(RANKS), chunksize=1))
+    planned = planned_peak(level, RANKS, "gloo")
+    return [NAMES[level], f"{planned / 1e6:.1f}", f"{measured / 1e6:.1f}"]
 
 
 class Layer(nn.Module):
@@ -380,6 +418,7 @@ def main() -> None:
     peaks = []
     for level, size in product(range(4), (8,) if args.quick else (8, 128)):
         peaks.append(peak(level, size))
+    on_gloo_ranks = [gloo_peak(level) for level in (() if args.quick else range(4))]
     big = []
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # to measure memory
         for level, kind in product((2, 3), () if args.quick else ("AdamW", "Muon")):
@@ -387,7 +426,8 @@ def main() -> None:
     tables = {
         "groups": by_ranks(groups, "requests", "bytes", "descriptors"),
         "steps": by_ranks(steps, "sent, MB", "held, MB", "CPU, ms"),
-        "peaks": by_ranks(peaks, "plan, MB", "dry run, MB", "allocated, MB"),
+        "peaks": by_ranks(peaks, "plan", "dry run"),
+        "gloo": pages.table(" | plan | allocated", on_gloo_ranks),
         "large": pages.table(
             " | seconds | CPU, s | process, GiB | plan, GiB | dry run, GiB | collectives", big
         ),

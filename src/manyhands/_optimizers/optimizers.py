@@ -56,6 +56,9 @@ KNOWN: dict[type[Optimizer], Traits] = {
     **dict.fromkeys((optim.Adafactor, optim.Muon, optim.SparseAdam), Traits(on_full_tensors=True)),
     optim.LBFGS: Traits(on_full_tensors=True, divisible=False),
 }
+# Modules of optimizers with 8-bit state. `trial` does not reveal that these cannot step DTensors,
+# because the state of small parameters has 32 bits.
+QUANTIZED = "bitsandbytes.optim", "torchao.optim.adam"
 
 
 def traits_of(kind: type[Optimizer]) -> Traits:
@@ -65,6 +68,8 @@ def traits_of(kind: type[Optimizer]) -> Traits:
     for base in kind.__mro__:
         if base in KNOWN:
             return replace(KNOWN[base], elementwise=False)
+        if base.__module__.startswith(QUANTIZED):
+            return Traits(on_full_tensors=True)
     return Traits()
 
 

@@ -222,6 +222,20 @@ class DryGroup(Group):
     def barrier(self, opts: Any = None) -> Any:
         return self._done("barrier", [], 0)
 
+    # DTensor uses these functions.
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Any, inputs: Any, options: Any = None
+    ) -> Any:
+        for output, own in zip(outputs, inputs, strict=True):
+            work = self.all_gather_single(output, own)
+        return work
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any) -> Any:
+        for output, given in zip(outputs, inputs, strict=True):
+            work = self.reduce_scatter_single(output, given, options)
+        return work
+
     # Names up to torch 2.12.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single

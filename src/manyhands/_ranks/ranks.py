@@ -236,7 +236,7 @@ class RankGroup:
                 start += size
         group = self._process_group
         if not self.on_gloo(device):
-            lengths = [len(data) for data in outgoing]
+            lengths = [data.numel() for data in outgoing]  # len() takes 1 µs
             full = [data for data, length in zip(outgoing, lengths, strict=True) if length]
             sent = torch.cat(full) if full else outgoing[0]
             work = group.alltoall_base(inbox, sent, list(sizes), lengths)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from manyhands._tensors.flat import local_shard
 
@@ -115,6 +116,8 @@ def _norm_of_one(elements: Tensor, power: float) -> Tensor:
 
 
 def _as_local_norm(norms: Tensor, power: float, group: Any) -> LocalNorm:
+    if isinstance(norms, FakeTensor):  # in a dry run; cannot become a subclass
+        norms = torch.tensor(0.0, dtype=norms.dtype, device=norms.device)
     local_norm = norms.as_subclass(LocalNorm)
     local_norm.power = power
     local_norm.group = group

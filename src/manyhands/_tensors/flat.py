@@ -273,8 +273,10 @@ class DTensorShards:
 
     mesh: DeviceMesh
     mesh_dim: int | None  # the sharded mesh dimension; None without sharding
-    ranges: tuple[DimRange, ...]  # by rank in the sharded mesh dimension
-    rank: int
+    dim: int  # the sharded dimension of the tensor
+    size: int  # of this dimension
+    workers: int  # ranks in the sharded mesh dimension
+    rank: int  # in the sharded mesh dimension
     first_replica: bool  # True on a single rank of those with equal shards
 
     @classmethod
@@ -302,18 +304,18 @@ class DTensorShards:
                 "with a single Shard placement, as from fully_shard, without tensor parallelism."
             )
         if not cutting:
-            everything = DimRange(0, 0, tensor.size(0) if tensor.dim() else 1)
-            return cls(mesh, None, (everything,), 0, first)
+            return cls(mesh, None, 0, tensor.size(0) if tensor.dim() else 1, 1, 0, first)
         mesh_dim, dim = cutting[0]
         workers = mesh.size(mesh_dim)
-        size = tensor.size(dim)
-        step = -(-size // workers)  # as in torch.chunk: the last shards are shorter or empty
-        ranges = []
-        for rank in range(workers):
-            start = min(rank * step, size)
-            ranges.append(DimRange(dim, start, min(step, size - start)))
-        return cls(mesh, mesh_dim, tuple(ranges), coordinate[mesh_dim], first)
+        rank = coordinate[mesh_dim]
+        return cls(mesh, mesh_dim, dim, tensor.size(dim), workers, rank, first)
 
     @property
     def own(self) -> DimRange:
-        return self.ranges[self.rank]
+        return self.of_rank(self.rank)
+
+    def of_rank(self, rank: int) -> DimRange:
+        """Return the shard of a rank in the sharded mesh dimension."""
+        step = -(-self.size // self.workers)  # as in torch.chunk: the last shards are shorter
+        start = min(rank * step, self.size)
+        return DimRange(self.dim, start, min(step, self.size - start))

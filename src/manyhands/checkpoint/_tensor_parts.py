@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.flat import is_dtensor, local_shard, order_of_dims
@@ -489,4 +490,9 @@ def to_parts(tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
         return TensorParts.of_dtensor(tensor, savers)
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"a tensor of layout {tensor.layout} cannot be saved. Convert it to dense.")
+    if is_traceable_wrapper_subclass(tensor):  # without memory: reading it would crash
+        raise TypeError(
+            f"a checkpoint needs tensors with memory, got a {type(tensor).__name__}. Convert it to "
+            "a dense tensor. For 8-bit optimizer state, use an optimizer of bitsandbytes."
+        )
     return TensorParts.whole(tensor, savers)

@@ -269,7 +269,8 @@ class SentStep:
             self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._host.copy_(numbers, non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            # The current device may be another.
+            self._copied.record(torch.cuda.current_stream(numbers.device))
 
     def read(self, extras: Sequence[Tensor] = ()) -> list[float]:
         """Wait for all ranks' numbers. Return the extras, copied in the same synchronization."""

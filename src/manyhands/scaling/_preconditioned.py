@@ -409,7 +409,7 @@ class ReplicatedDTensorState:
                 whole = self._memory[param, name]
                 self.state[param][name] = whole
                 # A view, because the shard may be cut in any dimension.
-                target = share.ranges[rank].narrow(whole)
+                target = share.of_rank(rank).narrow(whole)
                 target.copy_(row[start : start + size].view(target.shape))
                 start += size
 
@@ -423,7 +423,7 @@ class ReplicatedDTensorState:
 
 
 def _numel(param: Tensor, share: DTensorShards, rank: int) -> int:
-    part = share.ranges[rank]
+    part = share.of_rank(rank)
     return param.numel() // max(param.size(part.dim), 1) * part.length
 
 

@@ -120,11 +120,12 @@ class WholeTensorOptimizer(DividedOptimizer):
         owners = deal_out([(n, param.numel()) for n, param in enumerate(params)], self._load)
         tensors = []
         for number, param in enumerate(params):
-            row = param.numel() // max(param.size(0), 1)
-            rows = []
-            for each in DTensorShards.of(param).ranges:
-                rows.append(slice(each.start * row, (each.start + each.length) * row))
-            tensors.append(OwnedTensor(param, owners[number], rows))
+            sizes = []
+            if owners[number] == self._workers.rank:
+                shards = DTensorShards.of(param)
+                row = param.numel() // max(param.size(0), 1)
+                sizes = [shards.of_rank(rank).length * row for rank in range(shards.workers)]
+            tensors.append(OwnedTensor(param, owners[number], sizes))
         self._tensors += tensors
         self._refresh(tensors)
         return {**options_of(group), "params": [p.whole for p in tensors if p.whole is not None]}
@@ -187,7 +188,7 @@ class WholeTensorOptimizer(DividedOptimizer):
             sizes: dict[int, list[int]] = {}
             if mine:
                 for rank in range(self._workers.size):
-                    sizes[rank] = [tensor.elements(rank) for tensor in mine]
+                    sizes[rank] = [tensor.sizes[rank] for tensor in mine]
             pieces = self._exchange(outgoing, sizes, shards[bucket][0])
             for number, tensor in enumerate(mine):
                 rows = [pieces[rank][number] for rank in range(self._workers.size)]
@@ -199,12 +200,12 @@ class WholeTensorOptimizer(DividedOptimizer):
             outgoing: dict[int, list[Tensor]] = {}
             sizes: dict[int, list[int]] = {}
             for tensor in tensors[bucket]:
-                sizes.setdefault(tensor.owner, []).append(tensor.elements(self._workers.rank))
+                like = local_shard(tensor.param)
+                sizes.setdefault(tensor.owner, []).append(like.numel())
                 if tensor.whole is not None:
-                    for rank, rows in enumerate(tensor.rows):
-                        part = tensor.whole.detach().view(-1)[rows]
+                    parts = tensor.whole.detach().view(-1).split(tensor.sizes)
+                    for rank, part in enumerate(parts):
                         outgoing.setdefault(rank, []).append(part)
-            like = local_shard(tensors[bucket][0].param)
             pieces = self._exchange(outgoing, sizes, like)
             arrived = {rank: iter(parts) for rank, parts in pieces.items()}
             for tensor in tensors[bucket]:
@@ -320,12 +321,9 @@ def _check_sharded(params: Sequence[Tensor], ranks: RankGroup) -> None:
 class OwnedTensor:
     param: Tensor  # the DTensor
     owner: int
-    rows: Sequence[slice]  # of each rank, in the flat tensor
+    sizes: Sequence[int]  # elements of each rank's shard; empty except on the owner
     whole: nn.Parameter | None = None  # on the owner
     seen: int | None = None  # fingerprint of the shard that the owner knows
-
-    def elements(self, rank: int) -> int:
-        return self.rows[rank].stop - self.rows[rank].start
 
 
 def fingerprints(params: Sequence[Tensor]) -> list[int]:

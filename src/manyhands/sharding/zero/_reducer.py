@@ -68,7 +68,8 @@ class Reducer:
         # `early`: before a scaling rule measures the mean.
         self._passes = BackwardPasses(self, early=True)
         self._in_flight: deque[GradientBucket] = deque()
-        # The last sent buffer: new memory costs page faults.
+        # The last sent buffer: new memory costs page faults. Not on GPUs: a CUDA graph that has
+        # recorded the buffer would write to it after it was freed here.
         self._kept: Tensor | None = None
         self._open = False  # whether a pass has not ended
         self.gave_up = False  # whether a pass has raised since the last averaged pass
@@ -228,7 +229,8 @@ class Reducer:
         assert bucket.pending is not None
         with explained(self.workers):
             bucket.mean = bucket.pending.mean(self.workers.size, bucket.flat.data.dtype)
-        if bucket.copied:  # a view must not be overwritten
+        on_cpu = bucket.flat.data.device.type == "cpu"
+        if bucket.copied and on_cpu:  # a view must not be overwritten
             self._kept = bucket.pending.sent
         bucket.pending = None
 

@@ -379,13 +379,12 @@ def _add_bucket(
     messages = 1
     if gloo:
         reducing = workers - 1
-    elif even and full_precision:
+    elif full_precision:  # uneven slices are reduced in place; the mean is new
         reducing = 1
+        if not even:
+            messages = gathers
     else:
         reducing = workers
-        if full_precision:
-            reducing += 1
-            messages = gathers
     if not full_precision:
         reducing += 3  # sums are float32
     layout.gradient_messages += messages

@@ -227,7 +227,11 @@ class PeakMemory(MemTracker):
 
     @property
     def peak(self) -> int:
-        return sum(device["Total"] for device in self.get_tracker_snapshot("peak").values())
+        return total_peak(self)
+
+
+def total_peak(tracker: MemTracker) -> int:
+    return sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
 
 
 def _as_record(counted: DryRun, memory: PeakMemory) -> dict[str, Any]:

@@ -225,7 +225,10 @@ def _check_plain_optimizer(optimizer: Optimizer) -> None:
     elif any(state.get("step") != 0 for state in optimizer.state.values()):
         wrong = "has taken steps: call shard() before the first step, and mh.load() after shard()"
     elif unknown:
-        wrong = f"does not keep {sorted(unknown)} in its defaults: create an mh.OSS of its class"
+        wrong = (
+            f"does not keep {sorted(unknown)} in its defaults: create an mh.OSS of its class, or "
+            "for level 3 an mh.WholeTensorOptimizer"
+        )
     if wrong:
         raise ValueError(f"this {kind} {wrong}.")
 
