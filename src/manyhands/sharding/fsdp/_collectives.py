@@ -26,6 +26,7 @@ from manyhands._ranks.presence import explained
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.slices import PendingReduceScatter, SharedMemoryReduceScatter
 from manyhands._tensors.backward import BackwardPasses, current_task
+from manyhands._tensors.profiler import Range
 
 IN_FLIGHT = 1  # wraps with gradients being sent while the next wrap's are computed
 
@@ -70,7 +71,7 @@ class _Works(dist.Work):
         self._works = works
 
     def wait(self, timeout: object = None) -> bool:
-        with _broken_explained():
+        with _broken_explained(), Range("manyhands::wait all_gather"):
             for work in self._works:
                 work.wait()
         return True
