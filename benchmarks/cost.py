@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py           once, to have fairscale and adaptdl in the comparison
     python benchmarks/cost.py            some minutes; writes the page
+    python benchmarks/cost.py --models   only the two models under AdamW
 
 Two ranks train every variant in turns, all in the same processes, from the same weights and on the
 same batches. Collectives are counted in four steps of each, afterwards.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -31,7 +32,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from traffic import collectives  # noqa: E402
-from variants import Make, Variant, adamw, around, bare, sgd  # noqa: E402
+from variants import SETTLED, Make, Variant, adamw, around, bare, ruled, sgd  # noqa: E402
 
 import manyhands as mh  # noqa: E402
 
@@ -56,19 +57,27 @@ class Row:
 def main() -> None:
     parser = pages.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--models", action="store_true", help="only the two models under AdamW")
     args = parser.parse_args()
-    if args.draw:
+    rounds = 2 if args.quick else args.rounds
+    if args.draw or args.models:
         result = pages.read("cost")
     else:
         result = {**pages.conditions(), "rounds": args.rounds, "workloads": {}}
         for workload in WORKLOADS:
-            rows = measured(workload, 2 if args.quick else args.rounds, args.quick)
+            rows = measured(workload, rounds, args.quick)
             result["workloads"][workload.title] = [asdict(row) for row in rows]
+    if not args.draw:
+        result["models"] = {**pages.conditions(), "rounds": rounds}
+        rows = measured(MODELS, rounds, args.quick)
+        result["models"]["rows"] = [asdict(row) for row in rows]
     shown = table(result["workloads"])
-    print(shown)
+    models = table_of_models(result["models"]["rows"])
+    print(shown, models, sep="\n\n")
     if not args.quick:
         pages.store("cost", result)
-        pages.fill("cost", result, table=shown)
+        load = result["models"]["load"]
+        pages.fill("cost", result, table=shown, models=models, models_load=load)
 
 
 def measured(workload: Workload, rounds: int, quick: bool) -> list[Row]:
@@ -154,6 +163,20 @@ def mlp() -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(2048, 10))
 
 
+def with_dead_units(make: Callable[[nn.Module], Trained]) -> Callable[[nn.Module], Trained]:
+    """Make half of the hidden units dead: 3/4 of the large matrices have v = 0."""
+
+    def make_with_dead_units(model: nn.Module) -> Trained:
+        assert isinstance(model, nn.Sequential)
+        with torch.no_grad():
+            for layer in list(model)[:-1]:
+                if isinstance(layer, nn.Linear):
+                    layer.bias[::2] = -100.0
+        return make(model)
+
+    return make_with_dead_units
+
+
 def fairscale(model: nn.Module) -> Trained:
     from fairscale.optim import AdaScale
 
@@ -197,6 +220,21 @@ WITH_ADAMW = (
     *around(BARE_ADAMW, adamw, mh.AdamScale, "manyhands AdamScale"),
     Variant("adaptdl AdamScale", adaptdl("AdamScale", adamw), BARE_ADAMW, "adaptdl"),
 )
+ADAMW = (
+    *around(BARE_ADAMW, adamw, mh.AdamScale, "manyhands AdamScale"),
+    Variant("manyhands AdaScale", ruled(mh.AdaScale, adamw), BARE_ADAMW, warm_up=SETTLED),
+)
+DEAD_UNITS = ", dead units"
+DEAD = [
+    replace(
+        variant,
+        name=variant.name + DEAD_UNITS,
+        base=variant.base + DEAD_UNITS,
+        make=with_dead_units(variant.make),
+    )
+    for variant in ADAMW
+]
+MODELS = Workload("MLP of 10.5 M, batch 7", mlp, (7, 1024), (*ADAMW, *DEAD))
 WORKLOADS = (
     Workload("ResNet-20, batch 8", resnet20, (8, 3, 32, 32), WITH_SGD),
     Workload("ResNet-20, batch 32", resnet20, (32, 3, 32, 32), WITH_SGD),
@@ -248,6 +286,16 @@ def table(workloads: dict[str, list[dict[str, Any]]]) -> str:
     for line in lines.values():
         line += ["–"] * (len(head) - len(line))
     return pages.table(" | ".join(head), lines.values())
+
+
+def table_of_models(stored: list[dict[str, Any]]) -> str:
+    """Return a line for each variant, with the CPU times of both models."""
+    lines: dict[str, list[str]] = {}
+    for each in stored:
+        row = restored(Row, each)
+        variant = row.variant.removesuffix(DEAD_UNITS)
+        lines.setdefault(variant, [variant]).append(times(row, row.cpu_ms, row.cpu))
+    return pages.table(f"variant | {MODELS.title} | half of the units dead", lines.values())
 
 
 def times(row: Row, milliseconds: float, value: Ratio) -> str:

@@ -150,6 +150,53 @@ def test_tiny_second_moments_are_raised_to_a_fraction_of_the_mean(layout):
         mh.AdamScale(optimizer, second_moment_floor=1.0)
 
 
+# eps over the smallest root: negligible, small (without roots, with a shift), and large.
+@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-6])
+@pytest.mark.parametrize("floor", [0.0, 1e-3])
+@pytest.mark.parametrize("moments", ["dense", "zeros", "denormal"])
+def test_dead_units_and_small_gradients_have_the_norm_of_the_formula(
+    moments, floor, size, monkeypatch
+):
+    torch.manual_seed(0)
+    shape = (600, 301)
+    param = nn.Parameter(torch.randn(shape))
+    optimizer = torch.optim.Adam([param], eps=1e-8)
+    sizes = size * torch.exp(torch.randn(shape))
+    if moments != "dense":
+        sizes[::2] = {"zeros": 0.0, "denormal": 1e-19}[moments]
+    for _ in range(6):
+        param.grad = torch.randn(shape) * sizes
+        optimizer.step()
+    state = optimizer.state[param]
+    second = state["exp_avg_sq"].double()
+    if moments == "dense":
+        assert second.min() > 0.0
+    else:
+        assert second.min() < 1e-38
+    least = floor * float(second.mean())
+    divisor = (second.clamp(min=least) / (1 - 0.999**6)).sqrt() + 1e-8
+    normal = torch.finfo(torch.float32).tiny
+    root = torch.sqrt
+
+    def sqrt(numbers, **options):
+        assert numbers.min() >= normal  # smaller numbers take up to 30 times as long
+        return root(numbers, **options)
+
+    monkeypatch.setattr(torch, "sqrt", sqrt)
+    measure = PreconditionedNorm(optimizer, floor)
+    near = {1e-3: 5e-4, 1e-5: 5e-3, 1e-6: 2e-5}[size] if floor else 2e-5
+    grads = [torch.randn(shape) * sizes]
+    for above in (1.0, 6.0, 1000.0):  # in a single element: the largest errors
+        grads.append(torch.zeros(shape))
+        nearest = int((second - above * least).abs().argmin())
+        grads[-1].view(-1)[nearest] = size
+    for _ in range(2):
+        for grad in grads:
+            expected = float((grad.double() / divisor).norm())
+            assert float(measure.one(0, grad)) == pytest.approx(expected, rel=near)
+        measure.load_state(measure.to_state())
+
+
 @pytest.mark.parametrize("eps", [1e-8, 1e-2])
 def test_the_floor_continues_bitwise(eps):
     """It is looked at every sixteen steps, so a continued run has to know when it was last."""

@@ -32,6 +32,7 @@ from manyhands._ranks.groups import Lease, connect, name_of_ranks, new_prefix
 from manyhands._ranks.presence import RollCall
 from manyhands._ranks.slices import PendingReduceScatter, SharedMemory, SharedMemoryReduceScatter
 from manyhands._tensors.flat import group_by_type, is_dtensor
+from manyhands._tensors.profiler import Range
 from manyhands._warn import warn
 
 if TYPE_CHECKING:
@@ -208,13 +209,15 @@ class RankGroup:
         self, bucket: Tensor, cuts: Sequence[int], into: Tensor | None = None
     ) -> PendingReduceScatter | SharedMemoryReduceScatter:
         """Start to send each slice of all ranks' buckets to the owner of the slice, for summing."""
-        if self.shared_memory is not None:
-            return self.shared_memory.reduce_scatter_slices(bucket, cuts)
-        return slices.reduce_scatter_slices(self, bucket, cuts, into)
+        with Range("manyhands::launch reduce_scatter"):
+            if self.shared_memory is not None:
+                return self.shared_memory.reduce_scatter_slices(bucket, cuts)
+            return slices.reduce_scatter_slices(self, bucket, cuts, into)
 
     def all_gather_slices(self, bucket: Tensor, cuts: Sequence[int]) -> list[dist.Work]:
         """Start to fill `bucket` on every rank with the owners' slices."""
-        return slices.all_gather_slices(self, bucket, cuts)
+        with Range("manyhands::launch all_gather"):
+            return slices.all_gather_slices(self, bucket, cuts)
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -239,12 +242,14 @@ class RankGroup:
             lengths = [data.numel() for data in outgoing]  # len() takes 1 µs
             full = [data for data, length in zip(outgoing, lengths, strict=True) if length]
             sent = torch.cat(full) if full else outgoing[0]
-            work = group.alltoall_base(inbox, sent, list(sizes), lengths)
+            with Range("manyhands::launch all_to_all"):
+                work = group.alltoall_base(inbox, sent, list(sizes), lengths)
             return incoming, [work]
         works = []
-        for to, source in slices.partners(self):
-            works.append(group.recv([incoming[source]], source, tag))
-            works.append(group.send([outgoing[to]], to, tag))
+        with Range("manyhands::launch all_to_all"):
+            for to, source in slices.partners(self):
+                works.append(group.recv([incoming[source]], source, tag))
+                works.append(group.send([outgoing[to]], to, tag))
         return incoming, works
 
     def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
@@ -276,7 +281,9 @@ class RankGroup:
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
         """Sum a tensor over the ranks in place, or take the largest values."""
         if self.size > 1:
-            self.start_all_reduce(tensor, largest=largest).wait()
+            work = self.start_all_reduce(tensor, largest=largest)
+            with Range("manyhands::wait all_reduce"):
+                work.wait()
         return tensor
 
     def start_all_reduce(
@@ -291,7 +298,8 @@ class RankGroup:
             rows[self.rank] = own
         options: Any = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        work = self._process_group.allreduce([tensor], options)
+        with Range("manyhands::launch all_reduce"):
+            work = self._process_group.allreduce([tensor], options)
         if rows is not None and isinstance(self._process_group, DryGroup):
             rows.copy_(own.expand_as(rows))  # all ranks send equal rows
         return work
@@ -310,7 +318,8 @@ class RankGroup:
         if self.on_gloo(row.device):
             table = row.new_empty(self.size * len(row))
             # torch's function would spend 40 microseconds on checks.
-            work = self._process_group._allgather_base(table, row)
+            with Range("manyhands::launch numbers"):
+                work = self._process_group._allgather_base(table, row)
             return PendingSums(table.view(self.size, len(row)), summed, work)
         own = row[summed:]
         total = torch.cat([row, own.new_empty((self.size - 1) * len(own))])
@@ -380,8 +389,7 @@ class PendingSums:
 
     def read(self) -> list[float]:
         """Wait, and return the result as numbers on the host."""
-        if self.work is not None:
-            self.work.wait()
+        self._wait()
         # A single rank, summed by the collective, or faster to sum on the device.
         if self.table.dim() == 1 or self.table.device.type != "cpu":
             return self.wait().tolist()
@@ -394,12 +402,16 @@ class PendingSums:
 
     def wait(self) -> Tensor:
         """Wait, and return the result as a tensor on the device."""
-        if self.work is not None:
-            self.work.wait()
+        self._wait()
         if self.table.dim() == 1:
             return self.table
         sums = self.table[:, : self.summed].sum(dim=0)
         return torch.cat([sums, self.table[:, self.summed :].flatten()])
+
+    def _wait(self) -> None:
+        if self.work is not None:
+            with Range("manyhands::wait numbers"):
+                self.work.wait()
 
 
 def _warn_if_alone(has_group: bool) -> None:

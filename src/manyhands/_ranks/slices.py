@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands._tensors.flat import accumulation_dtype
+from manyhands._tensors.profiler import Range
 
 TAG = 28_008  # distinguishes our messages from messages of other libraries
 
@@ -69,8 +70,9 @@ class PendingReduceScatter:
 
     def mean(self, workers: float, dtype: torch.dtype) -> Tensor:
         """Return the sum divided by `workers`, as `dtype`. Half precision is summed in float32."""
-        for work in self.works:
-            work.wait()
+        with Range("manyhands::wait reduce_scatter"):
+            for work in self.works:
+                work.wait()
         if not self.rows:  # summed in place by a reduce, or empty
             assert self.own is not None
             return (self.own / workers).to(dtype)
@@ -302,7 +304,8 @@ class SharedMemoryReduceScatter:
 
     def mean(self, workers: float, dtype: torch.dtype) -> Tensor:
         """Return the sum divided by `workers`, as `dtype`. Half precision is summed in float32."""
-        self.barrier.wait()
+        with Range("manyhands::wait reduce_scatter"):
+            self.barrier.wait()
         first, second, *rest = self.slices  # two or more ranks share memory
         total = torch.add(first.to(accumulation_dtype(first.dtype)), second)
         for other in rest:

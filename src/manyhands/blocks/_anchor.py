@@ -40,6 +40,7 @@ from manyhands._tensors.flat import (
     local_shard,
     read_range,
 )
+from manyhands._tensors.profiler import Range
 from manyhands.blocks.averaging._codec import Codec
 from manyhands.blocks.averaging._payload import MAX_CHUNK, Payload, RoundResult, fingerprint
 
@@ -150,7 +151,9 @@ class AnchorDifference(Payload):
             # Copy only if the outer step overwrites it: the caller reuses `mean`.
             gradient = mean.to(anchor.device, copy=self.outer.overwrites)
             # All workers use the first worker's learning rate, so that anchors stay equal.
-            self.outer.at(result.first_report.lr).step(anchor, gradient, memories)
+            outer = self.outer.at(result.first_report.lr)
+            with Range("manyhands::outer step"):
+                outer.step(anchor, gradient, memories)
         return anchor
 
     def merge(self, result: RoundResult, included: bool, mix: float | None) -> None:

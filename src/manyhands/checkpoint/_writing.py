@@ -34,6 +34,7 @@ from manyhands._ranks.groups import name_of_ranks
 from manyhands._ranks.message_box import HeartbeatMonitor, MessageBox
 from manyhands._ranks.presence import Presence, name_ranks
 from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.profiler import Range
 from manyhands._tensors.random_state import random_state
 from manyhands._warn import warn
 from manyhands.checkpoint import _format
@@ -75,7 +76,8 @@ def begin_save(
         folder = messages.record_save(ranks, folder)
     save = Save(folder, messages, options)
     try:
-        save.collect(run)
+        with Range("manyhands::save collect"):
+            save.collect(run)
     except Exception as error:
         if messages.size == 1:
             raise
@@ -84,7 +86,8 @@ def begin_save(
         save.name = messages.begin(options["step"], folder)
         save.token = messages.token
         if save.problem is None:
-            save.prepare(copy=not options["wait"])
+            with Range("manyhands::save prepare"):
+                save.prepare(copy=not options["wait"])
     except Exception as error:
         if not messages.begun:  # no rank waits for this rank
             raise
@@ -179,7 +182,8 @@ class Save:
         receipt: dict[str, Any] = {"facts": self._facts, "table": self._table}
         try:
             if self.problem is None:
-                receipt["file"] = self._write_file()
+                with Range("manyhands::save write"):
+                    receipt["file"] = self._write_file()
         except Exception as error:
             self.problem = error
         if self.problem is not None:
@@ -187,11 +191,13 @@ class Save:
         failed = ["RuntimeError", "stopped"]
         try:
             if self.messages.rank == 0:
-                failed = self._publish(receipt)
+                with Range("manyhands::save publish"):
+                    failed = self._publish(receipt)
                 self.messages.end(failed)
             else:
                 self.messages.send(receipt)
-                failed = self.messages.wait_for_end(self._is_published)
+                with Range("manyhands::save wait"):
+                    failed = self.messages.wait_for_end(self._is_published)
         finally:
             if self.name and failed:
                 self.folder.drop(self.name, file_name(self.messages.rank, self.token))

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._tensors.backward import BackwardPasses, current_task, queue_callback
 from manyhands._tensors.flat import SHORT, is_dtensor, local_shard, norm
+from manyhands._tensors.profiler import Range
 
 # Floats on a CPU, where tensors are slower; on a GPU, a float would synchronize.
 Norm = Tensor | float
@@ -177,7 +178,8 @@ class GradientHooks:
     def finish_pass(self, factor: float) -> dict[int, Norm]:
         self.measure_queued()
         for index, partial_sum in self.partial_sums.items():
-            self.norms[index] = self._kind.one(index, partial_sum)
+            with Range("manyhands::norm"):
+                self.norms[index] = self._kind.one(index, partial_sum)
         if factor != 1.0:
             self.norms = {index: each * factor for index, each in self.norms.items()}
         return self.norms
@@ -206,7 +208,9 @@ class GradientHooks:
         self.valid = self.valid and not changed
         self._never_queued |= changed
         grads = [grad for grad, _ in self.queued.values()]
-        self.norms.update(zip(self.queued, self._kind.many([*self.queued], grads), strict=True))
+        with Range("manyhands::norm"):
+            norms = self._kind.many([*self.queued], grads)
+        self.norms.update(zip(self.queued, norms, strict=True))
         self.queued = {}
         self._elements = 0
 
@@ -238,12 +242,13 @@ def _on_gradient(
     if not hooks._on_cpu:
         hooks.queue(index, grad)
         return
-    if index in hooks._plain_and_short and grad.dtype is float32 and grad.layout is strided:
-        # Repeats `one`, to save a Python call.
-        measured: Norm = vector_norm(grad)
-    else:
-        measured = hooks._kind.one(index, grad)
-    hooks.norms[index] = float(measured)
+    with Range("manyhands::norm"):
+        if index in hooks._plain_and_short and grad.dtype is float32 and grad.layout is strided:
+            # Repeats `one`, to save a Python call.
+            measured: Norm = vector_norm(grad)
+        else:
+            measured = hooks._kind.one(index, grad)
+        hooks.norms[index] = float(measured)
 
 
 def _accumulator(param: Tensor) -> Node:

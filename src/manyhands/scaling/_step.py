@@ -36,6 +36,7 @@ from manyhands._optimizers.wrappers import LossScale, ParamGroup, params_of, unw
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.backward import BackwardPasses
 from manyhands._tensors.flat import local_shard
+from manyhands._tensors.profiler import Range
 from manyhands.scaling._hooks import (
     GradientHooks,
     GradientVersion,
@@ -291,7 +292,9 @@ class Measurement:
         self.exchange.check_announcements()
         local = self._mean.empty_numbers()
         if schedule.due:
-            local = self._mean.measure(step.squares, step.norms, self._facts(passes))
+            facts = self._facts(passes)
+            with Range("manyhands::norm of the mean"):
+                local = self._mean.measure(step.squares, step.norms, facts)
             local.norm_kind = self.norms.norm_kind
             local.steps = schedule.weight_in_steps
         step.sent = self.exchange.send(

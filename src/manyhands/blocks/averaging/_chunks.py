@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.profiler import Range
 from manyhands.blocks.averaging._codec import encode_with_residual
 from manyhands.blocks.averaging._payload import (
     MAX_CHUNK,
@@ -181,7 +182,8 @@ class AllReduceChunk(PayloadChunk):
             self._work = self.workers.start_all_reduce(self._sent)
 
     def receive_reports(self) -> list[list[float]]:
-        self._work.wait()
+        with Range("manyhands::wait all_reduce"):
+            self._work.wait()
         return self._reports.double().sum(dim=2).tolist()
 
     def send_mean(self, result: RoundResult) -> None:
@@ -255,7 +257,8 @@ class SharedMemoryChunk(PayloadChunk):
         self._barrier = host.barrier()
 
     def receive_reports(self) -> list[list[float]]:
-        self._barrier.wait()
+        with Range("manyhands::wait all_reduce"):
+            self._barrier.wait()
         return [numbers[:REPORT].tolist() for numbers in self._reports]
 
     def send_mean(self, result: RoundResult) -> None:
@@ -269,7 +272,8 @@ class SharedMemoryChunk(PayloadChunk):
         self._barrier = host.deferred_barrier()
 
     def write_mean(self, result: RoundResult) -> float:
-        self._barrier.wait()
+        with Range("manyhands::wait all_reduce"):
+            self._barrier.wait()
         for owner, first in enumerate(self._cuts[:-1]):
             if first < self._cuts[owner + 1]:
                 self.payload.write(self.start + first, self._slice(owner, owner), result)
@@ -395,7 +399,8 @@ class PairwiseChunk(PayloadChunk):
         if correct and self.payload.residual is not None:
             first = self.start + self._cuts[owner]
             residual = self.payload.residual[first : first + len(values)]
-        data, arriving = encode_with_residual(self.payload.codec, values, residual)
+        with Range("manyhands::encode"):
+            data, arriving = encode_with_residual(self.payload.codec, values, residual)
         message[MESSAGE_HEAD : MESSAGE_HEAD + len(data)] = data
         return arriving
 
@@ -404,7 +409,8 @@ class PairwiseChunk(PayloadChunk):
         elements = self._elements(owner)
         size = codec.size(elements, self.payload.dtype)
         data = self._incoming[rank][head : head + size].to(self.payload.device)
-        return codec.decode(data, elements, self.payload.dtype)
+        with Range("manyhands::decode"):
+            return codec.decode(data, elements, self.payload.dtype)
 
     def _head(self, rank: int, size: int) -> list[float]:
         if rank == self.workers.rank:
@@ -423,7 +429,8 @@ class PairwiseChunk(PayloadChunk):
             self._incoming, self._works = self.workers.all_to_all(messages, sizes, tag)
 
     def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        with Range("manyhands::wait all_to_all"):
+            for work in self._works:
+                work.wait()
         self._works = []
         self._outgoing = []

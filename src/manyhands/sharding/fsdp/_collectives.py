@@ -30,6 +30,7 @@ from manyhands._ranks.slices import (
     reduce_scatter,
 )
 from manyhands._tensors.backward import BackwardPasses, current_task
+from manyhands._tensors.profiler import Range
 
 IN_FLIGHT = 1  # wraps with gradients being sent while the next wrap's are computed
 
@@ -74,7 +75,7 @@ class _Works(dist.Work):
         self._works = works
 
     def wait(self, timeout: object = None) -> bool:
-        with _broken_explained():
+        with _broken_explained(), Range("manyhands::wait all_gather"):
             for work in self._works:
                 work.wait()
         return True

@@ -36,6 +36,7 @@ from manyhands._optimizers.modules import INNER, ModuleWrapper, plain_name
 from manyhands._optimizers.wrappers import params_of, wrapped_attribute
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.flat import is_dtensor, local_shard
+from manyhands._tensors.profiler import Range
 from manyhands._tensors.trees import tree_map_tensors
 from manyhands.sharding._agreement import wait_for_all_ranks
 from manyhands.sharding.fsdp._engine import Engine
@@ -515,7 +516,7 @@ def summon_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[None]:
     """Put full parameters at these places; with `keep`, write changes back."""
     former = [(module, name, module._parameters[name]) for module, name in places]
     full: dict[object, nn.Parameter] = {}  # tied parameters stay tied
-    with torch.no_grad():
+    with torch.no_grad(), Range("manyhands::gather parameters"):
         for _, _, param in former:
             if param is not None and param not in full:
                 full[param] = nn.Parameter(to_full(param).clone(), param.requires_grad)
@@ -524,11 +525,11 @@ def summon_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, name, param in former:
-            now = module._parameters[name]
-            module._parameters[name] = param
-            if keep and param is not None and now is not None:
-                with torch.no_grad():
+        with torch.no_grad(), Range("manyhands::free parameters"):
+            for module, name, param in former:
+                now = module._parameters[name]
+                module._parameters[name] = param
+                if keep and param is not None and now is not None:
                     param.copy_(shard_like(now.detach(), param))
 
 

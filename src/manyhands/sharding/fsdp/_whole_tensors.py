@@ -31,6 +31,7 @@ from manyhands._optimizers.wrappers import ParamGroup, params_of
 from manyhands._ranks.agreement import agree
 from manyhands._ranks.ranks import RankGroup, rank_group_of
 from manyhands._tensors.flat import DTensorShards, is_dtensor, local_shard
+from manyhands._tensors.profiler import Range
 from manyhands.sharding._agreement import (
     ADVICE,
     GroupLike,
@@ -231,8 +232,9 @@ class WholeTensorOptimizer(DividedOptimizer):
             if rank != own:
                 expected[rank] = sum(elements) * like.element_size()
         arrived, works = self._workers.all_to_all(messages, expected, TAG)
-        for work in works:
-            work.wait()
+        with Range("manyhands::wait all_to_all"):
+            for work in works:
+                work.wait()
         pieces = {own: outgoing.get(own, [])}
         for rank, elements in sizes.items():
             if rank != own:

@@ -31,6 +31,7 @@ from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._ranks.slices import check_on_cpu
 from manyhands._tensors.flat import flatten, unflatten
+from manyhands._tensors.profiler import Range
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._layout import ParamRange
 
@@ -297,8 +298,9 @@ class Shards:
         # change.
         params = [self.params[place.param] for b in self._to_step for place in b.layout.ranges]
         torch.autograd.graph.increment_version(params)
-        for gather in self._gathers:
-            gather.wait()
+        with Range("manyhands::wait all_gather"):
+            for gather in self._gathers:
+                gather.wait()
         if self._gathers and self.workers.shared_memory is not None:
             # Slices must not change while other ranks read.
             self.workers.shared_memory.barrier().wait()

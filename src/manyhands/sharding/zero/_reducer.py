@@ -35,6 +35,7 @@ from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._ranks.slices import PendingReduceScatter, SharedMemoryReduceScatter
 from manyhands._tensors.backward import BackwardPasses, current_task
 from manyhands._tensors.flat import flatten
+from manyhands._tensors.profiler import Range
 from manyhands.sharding._agreement import check_same_frozen
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
 from manyhands.sharding.zero._layout import ParamRange
@@ -139,7 +140,8 @@ class Reducer:
             self._passes.enter(task)
         with self._one_at_a_time:  # autograd has a thread per device
             if self._averaging and not self._passes.nested:
-                self._take_gradient(number)
+                with Range("manyhands::copy gradient and free it"):
+                    self._take_gradient(number)
                 self._launch_full()
             elif self._averaging and number in self._arrived:  # repeated in a nested pass
                 self._note_arrival(number)  # raises
@@ -256,7 +258,7 @@ class Reducer:
                 slices[number].append(bucket.mean[place.offset : place.offset + place.size])
                 starts[number].append(place.start)
             bucket.mean = None
-        with explained(self.workers):
+        with explained(self.workers), Range("manyhands::wait all_reduce"):
             work.wait()
         for number in self._find_used(used):
             param = self.params[number]

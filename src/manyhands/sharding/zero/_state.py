@@ -34,6 +34,7 @@ from manyhands._optimizers.state_parts import (
 from manyhands._optimizers.wrappers import params_of
 from manyhands._ranks.agreement import run_on_all
 from manyhands._tensors.flat import check_own_shards, flatten, unflatten
+from manyhands._tensors.profiler import Range
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
 SMALL = 8  # elements
@@ -297,8 +298,9 @@ class ReplicatedOSSState:
             if any(shards.params[i] in self.state for i in buffer.layout.starts):
                 for name in self._names:
                     works += self._collect(number, buffer, name, state)
-        for work in works:
-            work.wait()
+        with Range("manyhands::wait all_gather"):
+            for work in works:
+                work.wait()
 
     def _collect(
         self, number: int, buffer: FlatBuffer, name: str, state: Mapping[Tensor, SavedState]

@@ -1,0 +1,14 @@
+"""Name the parts of a step in the traces of `torch.profiler`.
+
+    with Range("manyhands::wait all_gather"):
+        work.wait()
+
+A background thread that existed before the profiler started is not recorded.
+"""
+
+from torch._C._profiler import _RecordFunctionFast
+
+# Private, and the class that torch's generated code uses. Without an active profiler, a range takes
+# 0.15 microseconds. `torch.profiler.record_function` is an operator: 9 microseconds, and 180 in a
+# fake mode.
+Range = _RecordFunctionFast
