@@ -1,4 +1,4 @@
-"""Two tasks to learn, by one worker at the whole batch or by several that synchronize now and then.
+"""Tasks to learn, by one worker at the whole batch or by several that synchronize now and then.
 
 The workers are forks of this process, on gloo, and use the library as a user does. Each draws its
 own samples; the one worker of the synchronous run draws as many in one batch.
@@ -6,15 +6,17 @@ own samples; the one worker of the synchronous run draws as many in one batch.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from quality.workloads import loss_of, mnist, shakespeare
+from quality.workloads import loss_of, mnist, python_code, shakespeare
 from sharding.models import Block, divided
 from team import Team
 from torch import Tensor, nn
@@ -64,10 +66,11 @@ class Task:
     workers: int = WORKERS
     inner: str = "AdamW"  # the optimizer, one of `INNER`
     length: int = 64  # characters in a sample
+    after: Task | None = None  # pretraining, which this task continues
 
     @property
     def is_text(self) -> bool:
-        return self.load is shakespeare
+        return self.load in (shakespeare, python_code)
 
     def model(self, data: Any) -> nn.Module:
         if self.is_text:
@@ -114,30 +117,75 @@ def lr_at(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - up) / (steps - up)))
 
 
-def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:
-    """Train on this worker; return the loss on held-out data."""
+def learn(
+    task: Task,
+    folder: Path,
+    seed: int,
+    method: dict[str, Any] | None,
+    before: dict[str, Any] | None = None,
+) -> float:
+    """Train on this worker, after pretraining by the method `before`; return the held-out loss."""
+    model = None
+    if task.after and before:
+        model = train(task.after, folder, seed, before)
+    elif task.after:
+        model = copy.deepcopy(pretrained(task.after, folder, seed))
+    if dist.get_rank() > 0 and not method:
+        return 0.0
+    model = train(task, folder, seed, method, model)
+    return task.at_the_end(task.load(folder), model) if dist.get_rank() == 0 else 0.0
+
+
+@cache
+def pretrained(task: Task, folder: Path, seed: int) -> nn.Module:
+    """Train synchronously in this process, whose forks have the model."""
+    return train(task, folder, seed, None)
+
+
+def train(
+    task: Task,
+    folder: Path,
+    seed: int,
+    method: dict[str, Any] | None,
+    model: nn.Module | None = None,
+) -> nn.Module:
+    """Train on this worker, from the start or from a pretrained model."""
     torch.set_num_threads(1)
     data = task.load(folder)
-    workers = dist.get_world_size() if method else 1
+    workers = task.workers if method else 1
     rank = dist.get_rank() if method else 0
     torch.manual_seed(seed)
-    model = task.model(data)
-    optimizers: list[Any] = inner_optimizers(task, model)
-    if method:
-        optimizers = [in_blocks(optimizer, **method) for optimizer in optimizers]
-    schedules = [LambdaLR(each, lambda step: lr_at(step, task.steps)) for each in optimizers]
+    model = model or task.model(data)
+    inner = inner_optimizers(task, model)
+    schedules = [LambdaLR(each, lambda step: lr_at(step, task.steps)) for each in inner]
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     count = task.batch * (task.workers // workers)
-    for _ in range(task.steps):
+    phases = phases_of(task, method)
+    blocks: list[Any] = []
+    for step in range(task.steps):
+        if step in phases:
+            for each in blocks:
+                each.synchronize()
+            blocks = [in_blocks(each, **phases[step]) for each in inner]
         x, y = task.draw(data, count, generator)
         model.zero_grad()
         task.loss(model, x, y).backward()
-        for each in (*optimizers, *schedules):
+        for each in (*(blocks or inner), *schedules):
             each.step()
-    if method:
-        for optimizer in optimizers:
-            optimizer.synchronize()
-    return task.at_the_end(data, model) if rank == 0 else 0.0
+    for each in blocks:
+        each.synchronize()
+    return model
+
+
+def phases_of(task: Task, method: dict[str, Any] | None) -> dict[int, dict[str, Any]]:
+    """Return the options by the first step: in the `first` steps, a round follows each step."""
+    if not method:
+        return {}
+    later = dict(method)
+    first = later.pop("first", 0)
+    if not first:
+        return {0: later}
+    return {0: {**later, "every": 1, "lr": math.sqrt(task.workers), "momentum": 0.0}, first: later}
 
 
 def inner_optimizers(task: Task, model: nn.Module) -> list[Optimizer]:
@@ -156,10 +204,18 @@ def in_blocks(optimizer: Optimizer, kind: str, every: int, warmup: int, **option
     return getattr(mh, kind)(optimizer, every=every, warmup=warmup, **options)
 
 
-def run(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:
+def run(
+    task: Task,
+    folder: Path,
+    seed: int,
+    method: dict[str, Any] | None,
+    before: dict[str, Any] | None = None,
+) -> float:
     """Learn in separate processes."""
-    workers = task.workers if method else 1
-    return float(in_processes(workers, lambda: learn(task, folder, seed, method))[0])
+    if task.after and not before:
+        pretrained(task.after, folder, seed)
+    workers = task.workers if method or before else 1
+    return float(in_processes(workers, lambda: learn(task, folder, seed, method, before))[0])
 
 
 def in_processes(workers: int, work: Callable[[], Any]) -> list[Any]:
