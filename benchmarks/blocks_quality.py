@@ -22,7 +22,7 @@ import peers
 peers.this_checkout()
 
 import torch  # noqa: E402
-from blocks.learning import TASKS, Task, run  # noqa: E402
+from blocks.learning import TASKS, Method, Task, run  # noqa: E402
 from blocks.short import SHORT, Setting, simulate  # noqa: E402
 from quality.workloads import python_code, shakespeare  # noqa: E402
 
@@ -59,20 +59,16 @@ ON_FOUR: dict[str, Options] = {
 }
 EIGHT = Task("Shakespeare, 8 workers", batch=4, steps=4800, lr=2e-3, load=shakespeare, workers=8)
 EIGHT_MUON = replace(EIGHT, name=f"{EIGHT.name}, Muon", inner="Muon")
+TERNARY_IN_FIVE = {"codec": "ternary", "fragments": 5}
 ON_EIGHT: dict[str, dict[str, Options]] = {
     EIGHT.name: {
         "DiLoCo, H = 32": ("DiLoCo", 32, {}),
         "DiLoCo, H = 160, ternary": ("DiLoCo", 160, {"codec": "ternary"}),
     },
     EIGHT_MUON.name: {
-        "DiLoCo, H = 160 in 5 fragments, ternary": (
-            "DiLoCo",
-            160,
-            {"codec": "ternary", "fragments": 5},
-        )
+        "DiLoCo, H = 160 in 5 fragments, ternary": ("DiLoCo", 160, TERNARY_IN_FIVE),
     },
 }
-TUNED = {"DiLoCo, H = 32": ON_FOUR["DiLoCo, H = 32"], **FEW_BYTES}
 FINE_TUNING = Task(
     "fine-tuning", batch=4, steps=400, lr=3e-4, load=python_code, after=TASKS["Shakespeare"]
 )
@@ -80,10 +76,10 @@ BEFORE = "pretrained with "  # a method; all other lines are pretrained synchron
 TABLES = {**TASKS, EIGHT.name: EIGHT, EIGHT_MUON.name: EIGHT_MUON, FINE_TUNING.name: FINE_TUNING}
 
 
-def methods(task: Task) -> dict[str, dict[str, Any] | None]:
+def methods(task: Task) -> dict[str, Method]:
     """By the name of a line in the table. None is one worker."""
-    found: dict[str, dict[str, Any] | None] = {SYNCHRONOUS: None}
-    lines = TUNED if task.after else ON_EIGHT.get(task.name, ON_FOUR)
+    found: dict[str, Method] = {SYNCHRONOUS: None}
+    lines = FEW_BYTES if task.after else ON_EIGHT.get(task.name, ON_FOUR)
     for name, options in lines.items():
         found[name] = made(task, *options)
     if task.after:
@@ -128,8 +124,8 @@ def train_all(task: Task, folder: Path, quick: bool) -> None:
         if key in done:
             continue
         before = None
-        if task.after and name.startswith(BEFORE):
-            before = methods(task.after)[name.removeprefix(BEFORE)]
+        if name.startswith(BEFORE):
+            before = methods(task.after or task)[name.removeprefix(BEFORE)]
         loss = run(task, folder, seed, method, before)
         print(f"{task.name}, seed {seed}, {name}: {loss:.4f}", flush=True)
         if not quick:
@@ -245,14 +241,15 @@ def loss_cells(found: list[dict[str, Any]], task: str, name: str) -> list[str]:
     return [f"{statistics.mean(ours):.4f} {spread}", more]
 
 
-def bytes_cell(task: Task, method: dict[str, Any] | None) -> str:
+def bytes_cell(task: Task, method: Method) -> str:
     if method is None:
         return ""
     after, whole = less_than_ddp(task, method)
     return f"{after:,.0f}; {whole:.1f}"
 
 
-LEFT_OUT = ("DiLoCo, H = 32, int8",)  # of the page; the file has it
+AT_32 = ("int8", "overlap", "int8, overlap", "ternary, 5 % warm-up")
+LEFT_OUT = ["DiLoCo, H = 128", *(f"DiLoCo, H = 32, {more}" for more in AT_32)]  # of the page
 BYTES = "bytes: after the warm-up; in all"
 
 

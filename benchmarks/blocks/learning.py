@@ -6,9 +6,9 @@ own samples; the one worker of the synchronous run draws as many in one batch.
 
 from __future__ import annotations
 
-import copy
+import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import manyhands as mh
 
 WORKERS = 4
+Method = dict[str, Any] | None  # options of blocks; None: one worker
 INNER: dict[str, Callable[[Iterable[Tensor], float], Optimizer]] = {
     "SGD": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
     "AdamW": lambda params, lr: AdamW(params, lr=lr, betas=(0.9, 0.95)),
@@ -117,45 +118,35 @@ def lr_at(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - up) / (steps - up)))
 
 
-def learn(
-    task: Task,
-    folder: Path,
-    seed: int,
-    method: dict[str, Any] | None,
-    before: dict[str, Any] | None = None,
-) -> float:
-    """Train on this worker, after pretraining by the method `before`; return the held-out loss."""
-    model = None
-    if task.after and before:
-        model = train(task.after, folder, seed, before)
-    elif task.after:
-        model = copy.deepcopy(pretrained(task.after, folder, seed))
-    if dist.get_rank() > 0 and not method:
-        return 0.0
-    model = train(task, folder, seed, method, model)
-    return task.at_the_end(task.load(folder), model) if dist.get_rank() == 0 else 0.0
+def learn(task: Task, folder: Path, seed: int, method: Method, start: Sequence[Any]) -> float:
+    """Train on this worker, from the parameters `start`; return the loss on held-out data."""
+    data = task.load(folder)
+    torch.manual_seed(seed)
+    model = task.model(data)
+    for param, values in zip(model.parameters(), start, strict=False):
+        param.data = torch.tensor(values)
+    train(task, folder, seed, method, model)
+    return task.at_the_end(data, model) if dist.get_rank() == 0 else 0.0
 
 
 @cache
-def pretrained(task: Task, folder: Path, seed: int) -> nn.Module:
-    """Train synchronously in this process, whose forks have the model."""
-    return train(task, folder, seed, None)
+def pretrained(task: Task, folder: Path, method: str) -> list[Any]:
+    """Return the parameters after training with seed 0; `method` is in JSON."""
+
+    def work() -> list[Any]:
+        torch.manual_seed(0)
+        model = task.model(task.load(folder))
+        train(task, folder, 0, json.loads(method), model)
+        return [param.tolist() for param in model.parameters()] if dist.get_rank() == 0 else []
+
+    return list(in_processes(task.workers, work)[0])
 
 
-def train(
-    task: Task,
-    folder: Path,
-    seed: int,
-    method: dict[str, Any] | None,
-    model: nn.Module | None = None,
-) -> nn.Module:
-    """Train on this worker, from the start or from a pretrained model."""
+def train(task: Task, folder: Path, seed: int, method: Method, model: nn.Module) -> None:
     torch.set_num_threads(1)
     data = task.load(folder)
     workers = task.workers if method else 1
     rank = dist.get_rank() if method else 0
-    torch.manual_seed(seed)
-    model = model or task.model(data)
     inner = inner_optimizers(task, model)
     schedules = [LambdaLR(each, lambda step: lr_at(step, task.steps)) for each in inner]
     generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -174,10 +165,9 @@ def train(
             each.step()
     for each in blocks:
         each.synchronize()
-    return model
 
 
-def phases_of(task: Task, method: dict[str, Any] | None) -> dict[int, dict[str, Any]]:
+def phases_of(task: Task, method: Method) -> dict[int, dict[str, Any]]:
     """Return the options by the first step: in the `first` steps, a round follows each step."""
     if not method:
         return {}
@@ -204,18 +194,14 @@ def in_blocks(optimizer: Optimizer, kind: str, every: int, warmup: int, **option
     return getattr(mh, kind)(optimizer, every=every, warmup=warmup, **options)
 
 
-def run(
-    task: Task,
-    folder: Path,
-    seed: int,
-    method: dict[str, Any] | None,
-    before: dict[str, Any] | None = None,
-) -> float:
-    """Learn in separate processes."""
-    if task.after and not before:
-        pretrained(task.after, folder, seed)
-    workers = task.workers if method or before else 1
-    return float(in_processes(workers, lambda: learn(task, folder, seed, method, before))[0])
+def run(task: Task, folder: Path, seed: int, method: Method, before: Method = None) -> float:
+    """Learn in separate processes, after pretraining with the method `before`."""
+    start: list[Any] = []
+    if task.after:
+        alike = {"kind": "LocalSGD", "every": 1, "warmup": task.after.steps}  # synchronous
+        start = pretrained(task.after, folder, json.dumps(before or alike))
+    workers = task.workers if method else 1
+    return float(in_processes(workers, lambda: learn(task, folder, seed, method, start))[0])
 
 
 def in_processes(workers: int, work: Callable[[], Any]) -> list[Any]:
