@@ -50,11 +50,8 @@ ON_FOUR: dict[str, Options] = {
     "DiLoCo, H = 128": ("DiLoCo", 128, {}),
     "DiLoCo, H = 32, int8": ("DiLoCo", 32, {"codec": "int8"}),
     "DiLoCo, H = 32, int4": ("DiLoCo", 32, {"codec": "int4"}),
-    "DiLoCo, H = 32, overlap": ("DiLoCo", 32, {"overlap": 4}),
-    "DiLoCo, H = 32, int8, overlap": ("DiLoCo", 32, {"codec": "int8", "overlap": 4}),
     "DiLoCo, H = 32, state averaged": ("DiLoCo", 32, {"state": "average"}),
     "DiLoCo, H = 32, int8, 5 % warm-up": ("DiLoCo", 32, {"codec": "int8", "warmup": 60}),
-    "DiLoCo, H = 32, ternary, 5 % warm-up": ("DiLoCo", 32, {"codec": "ternary", "warmup": 60}),
     **FEW_BYTES,
 }
 EIGHT = Task("Shakespeare, 8 workers", batch=4, steps=4800, lr=2e-3, load=shakespeare, workers=8)
@@ -248,8 +245,7 @@ def bytes_cell(task: Task, method: Method) -> str:
     return f"{after:,.0f}; {whole:.1f}"
 
 
-AT_32 = ("int8", "overlap", "int8, overlap", "ternary, 5 % warm-up")
-LEFT_OUT = ["DiLoCo, H = 128", *(f"DiLoCo, H = 32, {more}" for more in AT_32)]  # of the page
+LEFT_OUT = ("DiLoCo, H = 8", "DiLoCo, H = 128", "DiLoCo, H = 32, int8")  # of the page
 BYTES = "bytes: after the warm-up; in all"
 
 
