@@ -22,9 +22,9 @@ import peers
 peers.this_checkout()
 
 import torch  # noqa: E402
-from blocks.learning import TASKS, Task, run  # noqa: E402
+from blocks.learning import TASKS, Method, Task, run  # noqa: E402
 from blocks.short import SHORT, Setting, simulate  # noqa: E402
-from quality.workloads import shakespeare  # noqa: E402
+from quality.workloads import python_code, shakespeare  # noqa: E402
 
 from manyhands.blocks._anchor import Average, BlockMomentum  # noqa: E402
 from manyhands.blocks.averaging._codec import CODECS  # noqa: E402
@@ -32,56 +32,65 @@ from manyhands.blocks.averaging._codec import CODECS  # noqa: E402
 RESULTS = pages.RESULTS / "blocks-quality.jsonl"
 SEEDS = (0, 1, 2)
 SYNCHRONOUS = "synchronous"
-LENGTHS = (8, 32, 128)
 OUTER: dict[str, dict[str, Any]] = {
     "LocalSGD": {},
     "BMUF": {"block_lr": 1.0, "block_momentum": 0.75, "nesterov": True},
     "DiLoCo": {"lr": 1.0, "momentum": 0.8},
 }
-AT_32: dict[str, dict[str, Any]] = {
-    "int8": {"codec": "int8"},
-    "int4": {"codec": "int4"},
-    "overlap": {"overlap": 4},
-    "int8, overlap": {"codec": "int8", "overlap": 4},
-    "state averaged": {"state": "average"},
-    "int8, 5 % warm-up": {"codec": "int8", "warmup": 60},
-    "ternary, 5 % warm-up": {"codec": "ternary", "warmup": 60},
-    "int8, momentum 0.5, 5 % warm-up": {"codec": "int8", "momentum": 0.5, "warmup": 60},
+WARMUP = 0.25  # of a run's steps, unless the options say otherwise
+Options = tuple[str, int, dict[str, Any]]  # method, steps in a block, and options
+FEW_BYTES: dict[str, Options] = {
+    "DiLoCo, two phases, int4": ("DiLoCo", 32, {"codec": "int4", "warmup": 0, "first": WARMUP}),
 }
-WARMUP = 0.25  # of a run's steps
+ON_FOUR: dict[str, Options] = {
+    "LocalSGD, H = 32": ("LocalSGD", 32, {}),
+    "BMUF, H = 32, int8, overlap": ("BMUF", 32, {"codec": "int8", "overlap": 4}),
+    "DiLoCo, H = 8": ("DiLoCo", 8, {}),
+    "DiLoCo, H = 32": ("DiLoCo", 32, {}),
+    "DiLoCo, H = 128": ("DiLoCo", 128, {}),
+    "DiLoCo, H = 32, int8": ("DiLoCo", 32, {"codec": "int8"}),
+    "DiLoCo, H = 32, int4": ("DiLoCo", 32, {"codec": "int4"}),
+    "DiLoCo, H = 32, state averaged": ("DiLoCo", 32, {"state": "average"}),
+    "DiLoCo, H = 32, int8, 5 % warm-up": ("DiLoCo", 32, {"codec": "int8", "warmup": 60}),
+    **FEW_BYTES,
+}
 EIGHT = Task("Shakespeare, 8 workers", batch=4, steps=4800, lr=2e-3, load=shakespeare, workers=8)
 EIGHT_MUON = replace(EIGHT, name=f"{EIGHT.name}, Muon", inner="Muon")
-ON_EIGHT: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {
+TERNARY_IN_FIVE = {"codec": "ternary", "fragments": 5}
+ON_EIGHT: dict[str, dict[str, Options]] = {
     EIGHT.name: {
-        "DiLoCo, H = 32": (32, {}),
-        "DiLoCo, H = 160, ternary": (160, {"codec": "ternary"}),
+        "DiLoCo, H = 32": ("DiLoCo", 32, {}),
+        "DiLoCo, H = 160, ternary": ("DiLoCo", 160, {"codec": "ternary"}),
     },
     EIGHT_MUON.name: {
-        "DiLoCo, H = 160 in 5 fragments, ternary": (160, {"codec": "ternary", "fragments": 5})
+        "DiLoCo, H = 160 in 5 fragments, ternary": ("DiLoCo", 160, TERNARY_IN_FIVE),
     },
 }
-TABLES = {**TASKS, EIGHT.name: EIGHT, EIGHT_MUON.name: EIGHT_MUON}
+FINE_TUNING = Task(
+    "fine-tuning", batch=4, steps=400, lr=3e-4, load=python_code, after=TASKS["Shakespeare"]
+)
+BEFORE = "pretrained with "  # a method; all other lines are pretrained synchronously
+TABLES = {**TASKS, EIGHT.name: EIGHT, EIGHT_MUON.name: EIGHT_MUON, FINE_TUNING.name: FINE_TUNING}
 
 
-def methods(task: Task) -> dict[str, dict[str, Any] | None]:
+def methods(task: Task) -> dict[str, Method]:
     """By the name of a line in the table. None is one worker."""
-    found: dict[str, dict[str, Any] | None] = {SYNCHRONOUS: None}
-    if task.name in ON_EIGHT:
-        for name, (length, more) in ON_EIGHT[task.name].items():
-            found[name] = made(task, "DiLoCo", length, {**OUTER["DiLoCo"], **more})
-        return found
-    for kind, options in OUTER.items():
-        for length in LENGTHS:
-            found[f"{kind}, H = {length}"] = made(task, kind, length, options)
-        for name in {"LocalSGD": ["overlap"], "BMUF": ["int8, overlap"]}.get(kind, AT_32):
-            more = AT_32[name]
-            found[f"{kind}, H = 32, {name}"] = made(task, kind, 32, {**options, **more})
+    found: dict[str, Method] = {SYNCHRONOUS: None}
+    lines = FEW_BYTES if task.after else ON_EIGHT.get(task.name, ON_FOUR)
+    for name, options in lines.items():
+        found[name] = made(task, *options)
+    if task.after:
+        for name in lines:
+            found[f"{BEFORE}{name}"] = None
     return found
 
 
 def made(task: Task, kind: str, length: int, options: dict[str, Any]) -> dict[str, Any]:
-    """All begin with a quarter of the run together, unless the options say otherwise."""
-    return {"kind": kind, "every": length, "warmup": int(WARMUP * task.steps), **options}
+    quarter = int(WARMUP * task.steps)
+    method = {"kind": kind, "every": length, "warmup": quarter, **OUTER[kind], **options}
+    if "first" in method:
+        method["first"] = quarter
+    return method
 
 
 def main() -> None:
@@ -92,7 +101,8 @@ def main() -> None:
         train_short(args.data, args.quick)
     if not args.quick:
         found = pages.read_rows(RESULTS)
-        tables = f"{four_workers(found)}\n\n{eight_workers(found)}"
+        parts = (four_workers(found), eight_workers(found), fine_tuning(found))
+        tables = "\n\n".join(parts)
         rows = pages.read_rows(SHORT_RESULTS)
         pages.fill("blocks-quality", tables=tables, short=short_table(rows))
 
@@ -101,7 +111,8 @@ def train_all(task: Task, folder: Path, quick: bool) -> None:
     seeds: Sequence[int] = SEEDS
     done = {row["key"] for row in pages.read_rows(RESULTS)}
     if quick:
-        task = replace(task, steps=40)
+        after = replace(task.after, steps=40) if task.after else None
+        task = replace(task, steps=40, after=after)
         seeds = SEEDS[:1]
         done = set()
     task.load(folder)  # in this process, whose forks have it
@@ -109,7 +120,10 @@ def train_all(task: Task, folder: Path, quick: bool) -> None:
         key = f"{task.name}/{task.steps}/{task.lr}/{task.batch}/{name}/{method}/{seed}"
         if key in done:
             continue
-        loss = run(task, folder, seed, method)
+        before = None
+        if name.startswith(BEFORE):
+            before = methods(task.after or task)[name.removeprefix(BEFORE)]
+        loss = run(task, folder, seed, method, before)
         print(f"{task.name}, seed {seed}, {name}: {loss:.4f}", flush=True)
         if not quick:
             line = {"key": key, "task": task.name, "name": name, "seed": seed, "loss": loss}
@@ -204,8 +218,10 @@ def less_than_ddp(task: Task, method: dict[str, Any]) -> tuple[float, float]:
     elements = 10_000_000
     codec = CODECS[method.get("codec", "float32")]
     after = 4 * method["every"] * elements / codec.size(elements, torch.float32)  # both 2(N-1)/N
-    share = method.get("warmup", WARMUP * task.steps) / task.steps
-    return after, 1 / (share + (1 - share) / after)
+    warmup = method["warmup"] / task.steps
+    first = method.get("first", 0) / task.steps  # with a round after each step
+    whole = warmup + first * method["every"] / after + (1 - warmup - first) / after
+    return after, 1 / whole
 
 
 def excess(found: list[dict[str, Any]], task: str, name: str) -> float:
@@ -222,23 +238,14 @@ def loss_cells(found: list[dict[str, Any]], task: str, name: str) -> list[str]:
     return [f"{statistics.mean(ours):.4f} {spread}", more]
 
 
-def bytes_cell(task: Task, method: dict[str, Any] | None) -> str:
+def bytes_cell(task: Task, method: Method) -> str:
     if method is None:
         return ""
     after, whole = less_than_ddp(task, method)
     return f"{after:,.0f}; {whole:.1f}"
 
 
-LEFT_OUT = (  # of the page; the file has them
-    "LocalSGD, H = 8",
-    "LocalSGD, H = 128",
-    "LocalSGD, H = 32, overlap",
-    "BMUF, H = 8",
-    "BMUF, H = 32",
-    "BMUF, H = 128",
-    "DiLoCo, H = 32, int8",
-    "DiLoCo, H = 32, int8, momentum 0.5, 5 % warm-up",
-)
+LEFT_OUT = ("DiLoCo, H = 32, int8",)  # of the page; the file has it
 BYTES = "bytes: after the warm-up; in all"
 
 
@@ -261,6 +268,13 @@ def eight_workers(found: list[dict[str, Any]]) -> str:
             title = f"{task.inner}: {name}"
             cells.append([title, *loss_cells(found, task.name, name), bytes_cell(task, method)])
     return f"## Eight workers\n\n{pages.table(f' | loss | more | {BYTES}', cells)}"
+
+
+def fine_tuning(found: list[dict[str, Any]]) -> str:
+    cells = []
+    for name in methods(FINE_TUNING):
+        cells.append([name, *loss_cells(found, FINE_TUNING.name, name)])
+    return f"## Fine-tuning\n\n{pages.table(' | loss | more', cells)}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two tasks to learn, by one worker at the whole batch or by several that synchronize now and then.
+"""Tasks to learn, by one worker at the whole batch or by several that synchronize now and then.
 
 The workers are forks of this process, on gloo, and use the library as a user does. Each draws its
 own samples; the one worker of the synchronous run draws as many in one batch.
@@ -6,15 +6,17 @@ own samples; the one worker of the synchronous run draws as many in one batch.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from quality.workloads import loss_of, mnist, shakespeare
+from quality.workloads import loss_of, mnist, python_code, shakespeare
 from sharding.models import Block, divided
 from team import Team
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import manyhands as mh
 
 WORKERS = 4
+Method = dict[str, Any] | None  # options of blocks; None: one worker
 INNER: dict[str, Callable[[Iterable[Tensor], float], Optimizer]] = {
     "SGD": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
     "AdamW": lambda params, lr: AdamW(params, lr=lr, betas=(0.9, 0.95)),
@@ -64,10 +67,11 @@ class Task:
     workers: int = WORKERS
     inner: str = "AdamW"  # the optimizer, one of `INNER`
     length: int = 64  # characters in a sample
+    after: Task | None = None  # pretraining, which this task continues
 
     @property
     def is_text(self) -> bool:
-        return self.load is shakespeare
+        return self.load in (shakespeare, python_code)
 
     def model(self, data: Any) -> nn.Module:
         if self.is_text:
@@ -114,30 +118,64 @@ def lr_at(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - up) / (steps - up)))
 
 
-def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:
-    """Train on this worker; return the loss on held-out data."""
-    torch.set_num_threads(1)
+def learn(task: Task, folder: Path, seed: int, method: Method, start: Sequence[Any]) -> float:
+    """Train on this worker, from the parameters `start`; return the loss on held-out data."""
     data = task.load(folder)
-    workers = dist.get_world_size() if method else 1
-    rank = dist.get_rank() if method else 0
     torch.manual_seed(seed)
     model = task.model(data)
-    optimizers: list[Any] = inner_optimizers(task, model)
-    if method:
-        optimizers = [in_blocks(optimizer, **method) for optimizer in optimizers]
-    schedules = [LambdaLR(each, lambda step: lr_at(step, task.steps)) for each in optimizers]
+    for param, values in zip(model.parameters(), start, strict=False):
+        param.data = torch.tensor(values)
+    train(task, folder, seed, method, model)
+    return task.at_the_end(data, model) if dist.get_rank() == 0 else 0.0
+
+
+@cache
+def pretrained(task: Task, folder: Path, method: str) -> list[Any]:
+    """Return the parameters after training with seed 0; `method` is in JSON."""
+
+    def work() -> list[Any]:
+        torch.manual_seed(0)
+        model = task.model(task.load(folder))
+        train(task, folder, 0, json.loads(method), model)
+        return [param.tolist() for param in model.parameters()] if dist.get_rank() == 0 else []
+
+    return list(in_processes(task.workers, work)[0])
+
+
+def train(task: Task, folder: Path, seed: int, method: Method, model: nn.Module) -> None:
+    torch.set_num_threads(1)
+    data = task.load(folder)
+    workers = task.workers if method else 1
+    rank = dist.get_rank() if method else 0
+    inner = inner_optimizers(task, model)
+    schedules = [LambdaLR(each, lambda step: lr_at(step, task.steps)) for each in inner]
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     count = task.batch * (task.workers // workers)
-    for _ in range(task.steps):
+    phases = phases_of(task, method)
+    blocks: list[Any] = []
+    for step in range(task.steps):
+        if step in phases:
+            for each in blocks:
+                each.synchronize()
+            blocks = [in_blocks(each, **phases[step]) for each in inner]
         x, y = task.draw(data, count, generator)
         model.zero_grad()
         task.loss(model, x, y).backward()
-        for each in (*optimizers, *schedules):
+        for each in (*(blocks or inner), *schedules):
             each.step()
-    if method:
-        for optimizer in optimizers:
-            optimizer.synchronize()
-    return task.at_the_end(data, model) if rank == 0 else 0.0
+    for each in blocks:
+        each.synchronize()
+
+
+def phases_of(task: Task, method: Method) -> dict[int, dict[str, Any]]:
+    """Return the options by the first step: in the `first` steps, a round follows each step."""
+    if not method:
+        return {}
+    later = dict(method)
+    first = later.pop("first", 0)
+    if not first:
+        return {0: later}
+    return {0: {**later, "every": 1, "lr": math.sqrt(task.workers), "momentum": 0.0}, first: later}
 
 
 def inner_optimizers(task: Task, model: nn.Module) -> list[Optimizer]:
@@ -156,10 +194,14 @@ def in_blocks(optimizer: Optimizer, kind: str, every: int, warmup: int, **option
     return getattr(mh, kind)(optimizer, every=every, warmup=warmup, **options)
 
 
-def run(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:
-    """Learn in separate processes."""
+def run(task: Task, folder: Path, seed: int, method: Method, before: Method = None) -> float:
+    """Learn in separate processes, after pretraining with the method `before`."""
+    start: list[Any] = []
+    if task.after:
+        alike = {"kind": "LocalSGD", "every": 1, "warmup": task.after.steps}  # synchronous
+        start = pretrained(task.after, folder, json.dumps(before or alike))
     workers = task.workers if method else 1
-    return float(in_processes(workers, lambda: learn(task, folder, seed, method))[0])
+    return float(in_processes(workers, lambda: learn(task, folder, seed, method, start))[0])
 
 
 def in_processes(workers: int, work: Callable[[], Any]) -> list[Any]:

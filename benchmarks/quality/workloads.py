@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import lzma
 import math
+import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -211,6 +212,19 @@ def shakespeare(folder: Path) -> Text:
     codes = torch.tensor([number[symbol] for symbol in text])
     cut = len(codes) * 9 // 10
     return Text(codes[:cut], codes[cut:], len(symbols))
+
+
+@cache
+def python_code(_: Path) -> Text:
+    """Return the starts of the largest modules of Python's standard library.
+
+    ASCII has more characters than Shakespeare's 65 symbols, so some share a symbol.
+    """
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda p: p.stat().st_size)
+    text = "".join(file.read_text(encoding="utf-8")[:25_000] for file in files[-8:])
+    codes = torch.tensor([ord(character) % 65 for character in text])
+    cut = len(codes) * 8 // 10
+    return Text(codes[:cut], codes[cut:], 65)
 
 
 _MNIST: dict[str, Any] = {"load": mnist, "batch": 16, "steps": 3750, "needs": MNIST}
