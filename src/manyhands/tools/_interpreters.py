@@ -11,6 +11,7 @@ import socket
 import sys
 from functools import cache
 
+AVAILABLE = sys.platform.startswith("linux")  # elsewhere, all ranks are forks of the command
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 COMMAND = "from manyhands.tools.check._processes import serve; serve()"
 

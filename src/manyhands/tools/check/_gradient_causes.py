@@ -87,7 +87,7 @@ def constant_factor(case: Case, factor: float) -> Finding:
     if abs(factor / ranks - 1) < EQUAL_FACTORS:
         reason = ": the gradient is summed over the ranks, not averaged"
     elif abs(factor * ranks - 1) < EQUAL_FACTORS:
-        reason = ": the loss is divided by the world size or is a sum, and is averaged as well"
+        reason = ": the loss is summed, or divided by the world size, before the average over ranks"
     text = f"the gradient of {ranks} ranks is {factor:.4f} times that of one process"
     return finding("constant factor", f"{text}, for every parameter{reason}", step.last_pass)
 

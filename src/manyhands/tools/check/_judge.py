@@ -326,7 +326,7 @@ class Check:
             notes.append("the runs used the script's precision, not float64.")
         if first.noise:
             kinds = " and ".join(first.noise)
-            notes.append(f"{kinds}: switched off, or equal for all samples.")
+            notes.append(f"switched off, or made equal for all samples: {kinds}.")
         if first.norms:
             self.verdict.exceptions["batch-norm"] = ", also in the comparison with one process"
         if first.manual:
@@ -360,4 +360,4 @@ def describe_difference(difference: Difference) -> str:
     worst = max(difference.names, key=rounded)
     distance = min(difference.distances[worst], 9.99)
     count = f"{len(difference.names)} of {len(difference.distances)}"
-    return f"{kind} differ: {distance:.2%} in {worst} ({count} differ)"
+    return f"{kind} differ: {distance:.2%} in {worst} ({count} tensors)"

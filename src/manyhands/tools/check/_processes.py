@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from manyhands.blocks.crew._processes import tie_group_to
-from manyhands.tools._interpreters import lifeline, start_interpreter
+from manyhands.tools._interpreters import AVAILABLE, lifeline, start_interpreter
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._records import read
 
@@ -157,6 +157,8 @@ def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> Chec
 
     The first `forks` ranks are forks of this process, and the others of new interpreters.
     """
+    if not AVAILABLE:
+        forks = world
     reading, writing = os.pipe()
     life, parent_end = lifeline()
     processes: list[int] = []

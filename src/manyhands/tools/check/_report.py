@@ -129,13 +129,13 @@ class Verdict(BaseVerdict):
         if self.code == UNKNOWN:
             return f"Could not judge: {self.reason}"
         if self.code == DIFFERS:
-            return f"{self.ranks} ranks do not train what one process trains."
+            return f"{self.ranks} ranks train differently from one process."
         if self.blocks:
             return (
                 f"{self.ranks} ranks are equal after a sync round, in these steps. "
                 "Their values were not compared with one process."
             )
-        result = f"{self.ranks} ranks train what one process trains, in these steps"
+        result = f"{self.ranks} ranks train like one process, in these steps"
         if self.exceptions:
             result += f", except for: {', '.join(self.exceptions)}"
         if self.code == EXCEPT:

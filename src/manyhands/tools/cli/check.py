@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from manyhands.tools._interpreters import start_interpreter
+from manyhands.tools._interpreters import AVAILABLE, start_interpreter
 from manyhands.tools.cli._terminal import (
     check_no_option,
     exit_on_sigterm,
@@ -104,8 +104,9 @@ def check(
     if module or not Path(name).is_file():
         _check_name(name, module)
     arguments = _check_arguments(arguments)
-    for number in range(then or ranks or 1) if resume else range(1, ranks or 2):
-        start_interpreter(number)
+    if AVAILABLE:
+        for number in range(then or ranks or 1) if resume else range(1, ranks or 2):
+            start_interpreter(number)
     verdict: Verdict | ResumeVerdict
     with exit_on_sigterm(), show_progress(f"checking {name}, up to {timeout:g} s"):
         if resume:

@@ -27,5 +27,5 @@ class ResumeVerdict(BaseVerdict):
         if self.code == UNKNOWN:
             return f"Could not judge: {self.reason}"
         if self.code == DIFFERS:
-            return "The resumed run does not train what the run without interruption trains."
-        return "The resumed run trains what the run without interruption trains, in these steps."
+            return "The resumed run trains differently from the uninterrupted run."
+        return "The resumed run trains like the uninterrupted run, in these steps."
