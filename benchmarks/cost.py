@@ -76,8 +76,8 @@ def main() -> None:
     print(shown, models, sep="\n\n")
     if not args.quick:
         pages.store("cost", result)
-        load = result["models"]["load"]
-        pages.fill("cost", result, table=shown, models=models, models_load=load)
+        parts = {f"models_{key}": result["models"][key] for key in ("rounds", "load")}
+        pages.fill("cost", result, table=shown, models=models, **parts)
 
 
 def measured(workload: Workload, rounds: int, quick: bool) -> list[Row]:

@@ -591,6 +591,16 @@ def test_other_options_on_one_worker_are_errors_on_all():
     mh.LocalSGD(SGD(parameters()), shared_memory=dist.get_rank() == 0)
 
 
+@pytest.mark.parametrize("other", ["shape", "strides"])
+@on_ranks(2, raises=ValueError, match=r"parameter 0 \(weight\): rank 0: .* cpu; rank 1: ")
+def test_other_parameters_on_one_worker_are_an_error(other):
+    rank = dist.get_rank()
+    model = nn.Conv2d(3, 4 + (rank if other == "shape" else 0), 3)
+    if other == "strides" and rank:
+        model = model.to(memory_format=torch.channels_last)
+    mh.LocalSGD(SGD(model.parameters(), lr=0.1))
+
+
 @on_ranks(2, raises=ValueError, match="rank 0: 3; rank 1: 9")
 def test_workers_that_have_taken_different_numbers_of_steps():
     params = parameters()

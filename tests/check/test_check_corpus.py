@@ -24,6 +24,7 @@ from check_scripts import (
     written,
 )
 
+SUM = "dist.all_reduce(count)"
 QUICK_BUGS = {
     "loss divided by the world size",
     "not averaged at all",
@@ -161,6 +162,20 @@ def test_the_cpu_passes_for_accelerators_that_a_script_requires(guard, tmp_path)
     assert "the CPU simulated an accelerator" in verdict.notes[-1]
 
 
+def test_a_script_that_changes_its_folder_gets_simulated_accelerators(tmp_path):
+    guard = """
+        import os
+        os.makedirs("outputs", exist_ok=True)
+        os.chdir("outputs")
+        if not torch.cuda.is_available():
+            raise SystemExit("needs GPUs")
+        model = DDP(model)
+    """
+    script = written(tmp_path, fill(wrap=guard))
+    verdict = check_script(Path(script).name)
+    assert verdict.code == 0, verdict.as_text()
+
+
 def test_random_states_can_be_forked(tmp_path):
     loss = "with torch.random.fork_rng():\n    torch.manual_seed(i)\n" + DEFAULTS["loss"]
     verdict = check_script(written(tmp_path, fill(loss=loss)))
@@ -213,9 +228,18 @@ def test_batches_of_unequal_width_are_padded_if_labels_are_named(tmp_path):
     assert verdict.code == 0, verdict.as_text()
     verdict = check_script(written(tmp_path, PADDED.replace("* world / count", "/ (y > 0).sum()")))
     assert [one.cause for one in verdict.findings] == ["token weights"], verdict.as_text()
-    verdict = check_script(written(tmp_path, PADDED_PAIRS))
-    assert verdict.code == 2, verdict.as_text()
-    assert "cannot repeat the sums over ranks" in verdict.reason
+    for pairs in (PADDED_PAIRS, PADDED_PAIRS.replace(SUM, f"with torch.no_grad(): {SUM}")):
+        verdict = check_script(written(tmp_path, pairs))
+        assert verdict.code == 2, verdict.as_text()
+        assert "cannot repeat the sums over ranks" in verdict.reason
+
+
+def test_a_sum_for_the_log_hides_no_bug(tmp_path):
+    text = PADDED_PAIRS.replace(SUM, "count = count * world")
+    text = text.replace("* world / count", "* world / count * (1 + (rank == 0))")
+    text = text.replace("optimizer.step()", "optimizer.step(); dist.all_reduce(loss.detach())")
+    verdict = check_script(written(tmp_path, text))
+    assert verdict.code == 1, verdict.as_text()
 
 
 def test_rounding_that_grows_with_each_step_is_no_coupling(tmp_path):

@@ -207,19 +207,3 @@ def test_a_process_that_has_left_its_group_is_not_warned(tmp_path):
     if core_ranks.os.environ["RANK"]:
         mh.save(tmp_path, model=model)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-@pytest.mark.parametrize(
-    ("backend", "gpus", "device"),
-    [(None, 8, "cuda:1"), ("nccl", 1, "cuda:0"), ("gloo", 8, None), (None, 0, None)],
-)
-def test_start_names_the_gpu_of_the_rank(backend, gpus, device, monkeypatch):
-    asked = {}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(dist, "init_process_group", lambda _, **options: asked.update(options))
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    mh.start(backend)
-    assert (asked["rank"], asked["world_size"]) == (5, 8)
-    assert asked.get("device_id") == (device and torch.device(device))

@@ -93,7 +93,7 @@ def run_ranks(
 
 def raises_on_ranks(
     world_size: int,
-    exception: type[BaseException],
+    exception: type[BaseException] | tuple[type[BaseException], ...],
     fn: Callable[..., Any],
     *args: Any,
     match: str = "",
@@ -117,7 +117,10 @@ def raises_on_ranks(
     outcomes = run_ranks(world_size, outcome, timeout=timeout)
     wrong = [f"rank {rank}: {what}" for rank, (right, _, what) in enumerate(outcomes) if not right]
     if wrong:
-        wanted = exception.__name__ + (f" matching {match!r}" if match else "")
+        kinds = exception if isinstance(exception, tuple) else (exception,)
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        if match:
+            wanted += f" matching {match!r}"
         raise RanksFailed(
             f"{len(wrong)} of {world_size} ranks did not raise {wanted}.\n\n" + "\n".join(wrong)
         )
@@ -127,7 +130,7 @@ def raises_on_ranks(
 def on_ranks(
     world_size: int | str,
     *,
-    raises: type[BaseException] | None = None,
+    raises: type[BaseException] | tuple[type[BaseException], ...] | None = None,
     match: str = "",
     timeout: float = 60.0,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
@@ -142,7 +145,8 @@ def on_ranks(
             __tracebackhide__ = True
             ranks = given[world_size] if isinstance(world_size, str) else world_size
             if raises is None:
-                run_ranks(ranks, test, timeout=timeout, **given)
+                results = run_ranks(ranks, test, timeout=timeout, **given)
+                assert results == [None] * ranks, "a decorated test must return None"
             else:
                 raises_on_ranks(ranks, raises, test, match=match, timeout=timeout, **given)
 

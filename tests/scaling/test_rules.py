@@ -150,6 +150,35 @@ def test_tiny_second_moments_are_raised_to_a_fraction_of_the_mean(layout):
         mh.AdamScale(optimizer, second_moment_floor=1.0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "floor"),
+    [
+        (torch.bfloat16, 0.0),
+        (torch.bfloat16, 1e-5),
+        (torch.float16, 0.0),
+        (torch.float16, 1e-5),
+        (torch.complex64, 0.0),
+    ],
+)
+def test_the_norm_of_half_precision_and_complex_gradients(dtype, floor):
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(30, 8, dtype=dtype))
+    optimizer = torch.optim.Adam([param], eps=1e-3)
+    for _ in range(6):
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+    grad = torch.randn_like(param)
+    second = optimizer.state[param]["exp_avg_sq"]
+    parts = grad
+    if dtype.is_complex:
+        second = torch.view_as_real(second)
+        parts = torch.view_as_real(grad)
+    divisor = (second.double() / (1 - 0.999**6)).sqrt() + 1e-3
+    expected = float((parts.double() / divisor).norm())
+    found = float(PreconditionedNorm(optimizer, floor).one(0, grad))
+    assert found == pytest.approx(expected, rel=2e-3)
+
+
 # eps over the smallest root: negligible, small (without roots, with a shift), and large.
 @pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-6])
 @pytest.mark.parametrize("floor", [0.0, 1e-3])

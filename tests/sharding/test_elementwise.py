@@ -113,6 +113,11 @@ def test_the_options_of_every_group_are_tried():
     assert not may_be_cut(SometimesCentralised, [plain, decayed])
 
 
+def test_optimizers_with_8_bit_state_keep_whole_parameters():
+    quantized = type("AdamW8bit", (SignSGD,), {"__module__": "torchao.optim.adam"})
+    assert not may_be_cut(quantized, [{}])
+
+
 def test_an_optimizer_that_takes_no_toys_leaves_parameters_whole():
     assert choose_layout(OnlyMatrices, None, [{}]) == "whole"
     assert not may_be_cut(OnlyMatrices, [{}])

@@ -116,6 +116,8 @@ def trial(
 def may_be_cut(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> bool:
     if kind in KNOWN:
         return KNOWN[kind].elementwise
+    if any(base.__module__.startswith(QUANTIZED) for base in kind.__mro__):
+        return False  # the cuts of the trial coincide with blocks of quantized values
     return all(_steps_alike(kind, each, _in_halves, if_it_fails=False) for each in options)
 
 

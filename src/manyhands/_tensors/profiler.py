@@ -3,7 +3,7 @@
     with Range("manyhands::wait all_gather"):
         work.wait()
 
-A background thread that existed before the profiler started is not recorded.
+Python threads other than the profiled thread are not recorded.
 """
 
 from torch._C._profiler import _RecordFunctionFast

@@ -185,5 +185,6 @@ def check_options(saved: Options, options: Options, names: Names) -> None:
     if differences:
         raise ValueError(
             f"this state dict is from a run with other options: {'; '.join(differences)}. To "
-            'change options, set state["blocks"]["options"] = None before load_state_dict(state).'
+            'change options, set state["blocks"]["options"] = None before load_state_dict(state), '
+            "or pass the inner optimizer to mh.load before wrapping it."
         )

@@ -63,7 +63,7 @@ def start(
 
     Args:
         backend: as for `torch.distributed.init_process_group`. Default: gloo, and also nccl on a
-            machine with GPUs, where `local_rank` selects this rank's GPU.
+            machine with GPUs.
         checkpoints: the folder for `Job.save` and `Job.load`. Under Ray Train, a relative path is
             in Ray's storage.
         process_group: False does not create a process group. `start` then only sets the variables
@@ -97,15 +97,12 @@ def _make_process_group(place: Place, backend: str | None) -> None:
     """Create torch's default group, and destroy it when Python exits."""
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    options: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
+    # Without device_id, which would split NCCL's communicator for each new group: then all ranks
+    # must call new_group, and groups with use_local_synchronization would hang.
     if place.world_size == 1:  # needs no port
-        options["store"] = HashStore()
-    if "nccl" in backend:
-        # NCCL connects now, and splits further groups from this group. If an engine shows each rank
-        # a single GPU, its number is 0.
-        number = place.local_rank if torch.cuda.device_count() > 1 else 0
-        options["device_id"] = torch.device("cuda", number)
-    dist.init_process_group(backend, **options)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size)
     atexit.register(_end_process_group, dist.group.WORLD)
 
 

@@ -4,8 +4,8 @@
 On a CPU, blocks of elements go through a small scratch buffer, so that only g and v are read from
 memory. torch's square root is slow there: 0.4 ns per element, 3 ns for zeros and 11 ns for denormal
 numbers, while reading g and v takes 0.3 ns. Moments are therefore raised to the floor first. If eps
-is small relative to every root, the squared norm is computed as g . (g / (v + shift)), without
-roots.
+is small relative to every root, the squared norm is g . (g / (v + shift)), without roots.
+
 On a GPU, each operation processes a batch of gradients (`TOGETHER`).
 
 **Sharded second moments.** Each rank measures gradients before the averaging, with the second
@@ -240,6 +240,9 @@ class PreconditionedNorm(PlainNorm):
             second = take_slice(second)
             if grad.is_contiguous():
                 second = second.contiguous()
+        if grad.is_complex():  # Adam squares the parts separately
+            grad = torch.view_as_real(grad)
+            second = torch.view_as_real(second)
         floor = self._floor_of(index, state, count)
         # With different strides, blocks in memory order would contain different elements.
         if grad.device.type != "cpu" or second.stride() != grad.stride():
@@ -261,7 +264,9 @@ class PreconditionedNorm(PlainNorm):
         if not self.floor:
             return NO_FLOOR
         if self._floor_is_stale(index, state, count):
-            self._floors.pop(index, None)
+            known = self._floors.get(index)
+            if known is not None:  # keeps `any_below`
+                self._floors[index] = known._replace(period=-1)
             self._find_floors()
         return self._floors[index]
 
@@ -323,7 +328,8 @@ class PreconditionedNorm(PlainNorm):
             divisor = second
             if least is not None:
                 normal = torch.finfo(out.dtype).tiny
-                divisor = torch.clamp_min(divisor, max(least, normal), out=out)
+                # clamp_min does not convert to the type of `out`.
+                divisor = torch.clamp_min(divisor.to(out.dtype), max(least, normal), out=out)
             torch.div(grad, torch.sqrt(divisor, out=out).add_(eps), out=out)
             yield float(torch.dot(out, out))
 

@@ -13,13 +13,14 @@ from functools import cache
 
 AVAILABLE = sys.platform.startswith("linux")  # elsewhere, all ranks are forks of the command
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
-COMMAND = "from manyhands.tools.check._processes import serve; serve()"
-
-
-@cache
-def lifeline() -> tuple[int, int]:
-    """Return the ends of a pipe that closes when this process ends."""
-    return os.pipe()
+# `python -c` adds the working folder to sys.path.
+COMMAND = """
+import sys
+if sys.path[0] == "":
+    sys.path.pop(0)
+from manyhands.tools.check._processes import serve
+serve()
+"""
 
 
 @cache

@@ -257,7 +257,7 @@ class SharedMemoryChunk(PayloadChunk):
         self._barrier = host.barrier()
 
     def receive_reports(self) -> list[list[float]]:
-        with Range("manyhands::wait all_reduce"):
+        with Range("manyhands::wait barrier"):
             self._barrier.wait()
         return [numbers[:REPORT].tolist() for numbers in self._reports]
 
@@ -272,7 +272,7 @@ class SharedMemoryChunk(PayloadChunk):
         self._barrier = host.deferred_barrier()
 
     def write_mean(self, result: RoundResult) -> float:
-        with Range("manyhands::wait all_reduce"):
+        with Range("manyhands::wait barrier"):
             self._barrier.wait()
         for owner, first in enumerate(self._cuts[:-1]):
             if first < self._cuts[owner + 1]:

@@ -101,7 +101,8 @@ def killed_from_outside(code: int) -> bool:
 
 
 @cache
-def _lifeline() -> tuple[int, int]:
+def lifeline() -> tuple[int, int]:
+    """Return the ends of a pipe that closes when this process ends."""
     return os.pipe()
 
 
@@ -113,7 +114,7 @@ def die_with_parent() -> dict[str, Any]:
     """
     if not sys.platform.startswith("linux"):
         return {}
-    end, _ = _lifeline()
+    end, _ = lifeline()
     return {"preexec_fn": partial(tie_group_to, end), "pass_fds": (end,)}
 
 

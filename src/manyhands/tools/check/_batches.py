@@ -109,9 +109,13 @@ def join(values: list[Any], padding: int | None = None) -> Any:
             raise ValueError("the ranks' batches have different parts")
         for key, part in others.items():
             columns[key].append(part)
+    labels = parts.get("labels")
+    for_tokens = isinstance(labels, Tensor) and all(
+        isinstance(part, Tensor) and part.shape == labels.shape for part in parts.values()
+    )
     for key, column in columns.items():
         padding = None
-        if not parts.keys().isdisjoint(("attention_mask", "labels")):
+        if "attention_mask" in parts or for_tokens:
             padding = LABEL_PADDING if key == "labels" else 0
         parts[key] = join(column, padding)
     return rebuilt(first, parts)

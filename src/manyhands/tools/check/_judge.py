@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from manyhands.tools._interpreters import AVAILABLE
 from manyhands.tools.check._case import Case, Hypothesis
 from manyhands.tools.check._compare import Difference, compare, largest_size
 from manyhands.tools.check._gradient_causes import GRADIENT_CAUSES, weighted_otherwise
@@ -190,7 +191,7 @@ class Check:
         """Find the cause of a difference."""
         if reproducible and self.find(GRADIENT_CAUSES):
             return
-        if self.judge_coupled():
+        if self.judge_coupled(reproducible):
             return
         if not reproducible and self.runs.failure:
             raise NotJudged(
@@ -205,7 +206,7 @@ class Check:
             )
         self.differs(finding("unknown", "none of the known causes"))
 
-    def judge_coupled(self) -> bool:
+    def judge_coupled(self, reproducible: bool) -> bool:
         """Judge by a replay without joined batches, for a loss that couples samples."""
         plan = replace(self.runs.plan, how="apart")
         if plan == self.runs.plan:
@@ -214,7 +215,7 @@ class Check:
         if one is None:
             return False
         self.runs.plan = plan
-        grown = len(self.largest) > 1 and self.largest[-2] > GROWN
+        grown = not reproducible and len(self.largest) > 1 and self.largest[-2] > GROWN
         if self.compare(one) and not plan.rates:
             self.allow_rates(one)
         if self.case.difference is not None:
@@ -337,6 +338,8 @@ class Check:
                 self.verdict.untested.append(
                     f"the end of an epoch, as the ranks' loaders have {lengths} batches"
                 )
+        if not AVAILABLE:
+            self.verdict.untested.append("Python's string hash seeds, which the ranks share here")
         if first.idle:
             self.verdict.untested.append("an optimizer that made no step")
         if not first.complete:

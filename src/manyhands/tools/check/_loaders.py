@@ -68,6 +68,8 @@ class LoaderRecorder:
             seen = self.record.loaders[key]
             if not seen.trains:
                 continue
+            with suppress(Exception):  # no length
+                len(loader)  # `_length` notes it
             with suppress(Exception):  # no index or length
                 dataset = loader.dataset
                 size = len(dataset)  # type: ignore[arg-type]
@@ -78,7 +80,6 @@ class LoaderRecorder:
                     numpy.random.seed(0)
                     found.append(map_tensors(dataset[index], digest))
                 seen.data = repr(found)
-                seen.length = len(loader)
 
     def _init(self, begin: Any, loader: Any, *args: Any, **named: Any) -> None:
         begin(loader, *args, **named)

@@ -162,10 +162,11 @@ def _patch_accelerators(rank: Rank, job: CheckedScript) -> None:
     Libraries get the true answer.
     """
     count = job.accelerators
+    folder = str(job.folder)  # before the script changes the working folder
 
     def is_script() -> bool:
         """Return whether the script, not a library, called the replaced function."""
-        asks = sys._getframe(3).f_code.co_filename.startswith(str(job.folder))
+        asks = sys._getframe(3).f_code.co_filename.startswith(folder)
         if asks:
             (rank.out / "asked").touch()
         return asks

@@ -8,6 +8,7 @@ computes. If this process dies, the ranks die as well.
 import gc
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -22,8 +23,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from manyhands.blocks.crew._processes import tie_group_to
-from manyhands.tools._interpreters import AVAILABLE, lifeline, start_interpreter
+from manyhands.blocks.crew._processes import lifeline, tie_group_to
+from manyhands.tools._interpreters import AVAILABLE, start_interpreter
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._records import read
 
@@ -49,6 +50,8 @@ class Rank:
         gc.freeze()  # collections would copy the pages of all objects
         os.setsid()
         tie_group_to(self.life)
+        if select.select([self.life], [], [], 0)[0]:
+            os._exit(1)  # the parent has died before
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         output = os.open(self.out / f"output{self.number}.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -178,7 +181,10 @@ def run(job: RankJob, world: int, out: Path, seconds: float, forks: int) -> Chec
                     _run_rank(job, Rank(number, *place))
                 processes.append(process)
             for request in requests:
-                processes.append(int(request.recv(16)))
+                answer = request.recv(16)
+                if not answer:
+                    raise RuntimeError("an interpreter of the check has died. Repeat the check.")
+                processes.append(int(answer))
                 request.send(b".")
             found = _wait_for(processes, out, time.monotonic() + seconds)
         finally:
@@ -199,14 +205,16 @@ def _request_rank(job: RankJob, rank: Rank) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         descriptors = [theirs.fileno(), rank.listener, rank.end, rank.life]
-        socket.send_fds(start_interpreter(rank.number), [bytes(file)], descriptors)
+        try:
+            socket.send_fds(start_interpreter(rank.number), [bytes(file)], descriptors)
+        except OSError:  # the interpreter has died
+            start_interpreter.cache_clear()
+            socket.send_fds(start_interpreter(rank.number), [bytes(file)], descriptors)
     return ours
 
 
 def serve() -> NoReturn:
     """Fork a rank for each request, until the parent dies."""
-    if sys.path[0] == "":
-        sys.path.pop(0)  # the working folder, which `python -c` adds
     import_optimizers()
     requests = socket.socket(fileno=int(sys.argv[1]))
     while True:
@@ -301,7 +309,7 @@ def _describe_exit(status: int) -> str:
 def _work(processes: list[int]) -> tuple[float, bool]:
     """Return the processor time of a run, and whether a process can run now."""
     ticks = 0
-    running = False
+    running = not AVAILABLE  # without /proc, only the time limit ends a run
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process ended just now
             state, _, _, session, *fields = path.read_text().rpartition(")")[2].split()

@@ -269,7 +269,9 @@ class Recorder:
         return torch.cat(outs)
 
     def _combine(self, combine: Any, *args: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled() and not self.depth and not self.now.passes:
+        # After a step, a sum is for the log.
+        fetched = self.loaders.since_pass or not self.loaders.loaders
+        if fetched and not self.depth and not self.now.passes:
             self.record.sums = True
         return combine(*args, **named)
 

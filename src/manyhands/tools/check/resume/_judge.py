@@ -101,14 +101,20 @@ class ResumeCheck:
         """Interrupt the script. If this fails, simulate the accelerators that the script needs."""
         try:
             return self.interrupt()
-        except NotJudged:
+        except NotJudged as reason:
             if not self.asked:
                 raise
+            first = reason
         put_back(self.kept)
         self.kept = self.folder / "files with accelerators"
         self.simulates = True
+        try:
+            killed = self.interrupt()
+        except NotJudged as reason:
+            text = f"{first} With accelerators simulated on the CPU: {reason}"
+            raise NotJudged(text) from None
         self.verdict.notes.append("the CPU simulated an accelerator for each rank.")
-        return self.interrupt()
+        return killed
 
     def interrupt(self) -> list[RankHistory]:
         """Kill the script after a checkpoint, and return the ranks' histories."""
