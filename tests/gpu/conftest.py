@@ -27,7 +27,7 @@ def cuda(device: str) -> str:
     return device
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # dry runs in other modules need a process without a group
 def group(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of one rank, which NCCL serves where there is a GPU."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

@@ -67,7 +67,8 @@ def keep_files(folder: Path) -> None:
     with suppress(ImportError):
         import safetensors.torch
 
-        wrap(safetensors.torch, "save_file", save)
+        # Not save_file, which other modules may have imported by name.
+        wrap(safetensors.torch, "serialize_file", save)
 
 
 def _absolute(path: Any, parent: int, follow: bool) -> Path:
