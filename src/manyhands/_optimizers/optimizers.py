@@ -65,12 +65,16 @@ def traits_of(kind: type[Optimizer]) -> Traits:
     """Return the known properties of a class, limited by the base class."""
     if kind in KNOWN:
         return KNOWN[kind]
+    if _has_8_bit_state(kind):
+        return Traits(on_full_tensors=True)
     for base in kind.__mro__:
         if base in KNOWN:
             return replace(KNOWN[base], elementwise=False)
-        if base.__module__.startswith(QUANTIZED):
-            return Traits(on_full_tensors=True)
     return Traits()
+
+
+def _has_8_bit_state(kind: type[Optimizer]) -> bool:
+    return any(base.__module__.startswith(QUANTIZED) for base in kind.__mro__)
 
 
 def constructor_arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
@@ -116,7 +120,7 @@ def trial(
 def may_be_cut(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> bool:
     if kind in KNOWN:
         return KNOWN[kind].elementwise
-    if any(base.__module__.startswith(QUANTIZED) for base in kind.__mro__):
+    if _has_8_bit_state(kind):
         return False  # the cuts of the trial coincide with blocks of quantized values
     return all(_steps_alike(kind, each, _in_halves, if_it_fails=False) for each in options)
 
