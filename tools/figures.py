@@ -97,7 +97,9 @@ class Cell:
         assert len({row["seed"] for row in rows}) == SEEDS[workload], f"seeds: {wanted}"
         places = 3 if workload.startswith("shakespeare") else 2
         self.mean = fmean(row["score"] for row in rows)
-        self.samples = scale * fmean(row["steps"] for row in rows)
+        steps = fmean(row["steps"] for row in rows)
+        self.steps = f"{steps:,.0f}"  # for tools/pictures.py
+        self.samples = scale * steps
         self.shown = f"{self.mean:.{places}f}"
 
 
