@@ -34,8 +34,7 @@ import manyhands as mh
 from manyhands.ramp import _observed
 
 MAX_SCALE = 128
-# DiLoCo's, found by trial: at a constant rate a large outer momentum keeps the loss high. What else
-# was tried is in docs/notes.md.
+# DiLoCo's, found by trial: at a constant rate a large outer momentum keeps the loss high.
 OUTER = {"lr": 1.0, "momentum": 0.5}
 
 

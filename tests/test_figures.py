@@ -16,7 +16,6 @@ HELP = "`python tools/figures.py` writes the numbers of the files into the pages
 # Pages whose figures are of something else than a benchmark.
 OF_THEIR_OWN = {
     "docs/notes.md": "measured by hand, no command kept",
-    "docs/notes-distributed.md": "measured by hand, no command kept",
     "docs/install.md": "the results of test runs, with the command",
     "docs/migrating.md": "test_migrating*.py run every line on both sides",
     "docs/tutorial.md": "test_tutorial.py compares what the scripts print",

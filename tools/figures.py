@@ -14,14 +14,12 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from itertools import product
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBER = r"[-+−]?\d(?:[\d.,]*\d)?"
-MINUS = "−"  # of the pages that are written by hand
 
 Row = dict[str, Any]
 
@@ -97,92 +95,40 @@ class Cell:
         sgd = workload.endswith("sgd")  # other methods have separate files and seeds
         rows = of(stored("quality.jsonl" if sgd else "quality_adam.jsonl"), **wanted)
         assert len({row["seed"] for row in rows}) == SEEDS[workload], f"seeds: {wanted}"
-        self.places = 3 if workload.startswith("shakespeare") else 2
-        self.scores = [row["score"] for row in rows]
-        self.mean, self.steps = fmean(self.scores), f"{fmean(row['steps'] for row in rows):,.0f}"
-        self.samples = scale * fmean(row["steps"] for row in rows)
-        self.shown, self.spread = (
-            f"{self.mean:.{self.places}f}",
-            f"{stdev(self.scores):.{self.places}f}",
-        )
-
-    @property
-    def both(self) -> tuple[str, str]:
-        return self.shown, self.spread
-
-    def minus(self, other: Cell, places: int = 2) -> str:
-        return signed(self.mean - other.mean, places)
-
-
-def signed(value: float, places: int) -> str:
-    return f"{value:+.{places}f}".replace("-", MINUS)
+        places = 3 if workload.startswith("shakespeare") else 2
+        self.mean = fmean(row["score"] for row in rows)
+        steps = fmean(row["steps"] for row in rows)
+        self.steps = f"{steps:,.0f}"  # for tools/pictures.py
+        self.samples = scale * steps
+        self.shown = f"{self.mean:.{places}f}"
 
 
 def base_of(workload: str) -> Cell:
     return Cell(workload, "plain", 1, "base")
 
 
-def quality() -> Figures:
-    ada, linear = (Cell("mnist-sgd", m, 32, "steps") for m in ("AdaScale", "linear + warm-up"))
-    early, other = (Cell("mnist-sgd", m, 32, "samples") for m in ("AdaScale", "linear + warm-up"))
-    assert other.mean > early.mean and ada.mean > linear.mean
-    yield figure(
-        "docs/scaling.md",
-        "AdaScale is no better than linear scaling: {} % versus {} % accuracy for an MLP on MNIST "
-        "at scale 32 (SGD, three seeds). Once `progress` equals the number of small-batch "
-        "steps, AdaScale reaches {} %. In the same number of steps as AdaScale, linear scaling "
-        "reaches {} %.",
-        *(f"{cell.mean:.1f}" for cell in (early, other, ada, linear)),
-    )
-    yield from around_adamw()
-    yield from around_others()
-
-
-def around_adamw() -> Figures:
-    """Yield the recommendation for AdamW: points above or below scale 1."""
-    names = ("mnist-adamw", "digits-adamw", "shakespeare-adamw")
-    base = [base_of(name) for name in names]
-    adam, ada = (
-        [Cell(name, rule, 16, "progress") for name in names] for rule in ("AdamScale", "AdaScale")
-    )
-    root = [Cell(name, "sqrt", 16, "AdaScale's steps") for name in names]
-    assert ada[0].mean > base[0].mean and ada[1].mean > base[1].mean and ada[2].mean < base[2].mean
-    assert adam[0].mean < base[0].mean and adam[1].mean < base[1].mean
-    assert adam[2].mean > base[2].mean
-    numbers = []
-    for cells in (ada, adam, root):
-        numbers += [cells[i].minus(base[i]) for i in (0, 1)]
-        numbers.append(signed(more(cells[2].scores, base[2].scores), 1))
-    yield figure(
-        "docs/scaling.md",
-        "|AdamW, ten seeds|AdaScale|{}|{}|{} %| ||AdamScale|{}|{}|{} %| ||SqrtScale|{}|{}|{} %|",
-        *numbers,
-    )
-    yield figure(
-        "docs/scaling.md",
-        "AdaScale took {} (MNIST), {} (digits) and {} (Shakespeare) times the steps of AdamScale.",
-        *(f"{a.samples / b.samples:.2f}" for a, b in zip(ada, adam, strict=True)),
-    )
-
-
-def around_others() -> Figures:
-    """Yield the results for Muon and Adadelta."""
-    for other in ("Muon", "Adadelta"):
-        names = [f"{data}-{other.lower()}" for data in ("mnist", "digits")]
-        base = [base_of(name) for name in names]
-        ada = [Cell(name, "AdaScale", 16, "progress") for name in names]
-        root = [Cell(name, "sqrt", 16, "AdaScale's steps") for name in names]
-        better, worse = (root, ada) if other == "Muon" else (ada, root)
-        assert all(b.mean > w.mean for b, w in zip(better, worse, strict=True))
-        yield figure(
-            "docs/scaling.md",
-            f"|{other}, five seeds|AdaScale|{{}}|{{}}|| ||SqrtScale|{{}}|{{}}||",
-            *(cells[i].minus(base[i]) for cells in (ada, root) for i in (0, 1)),
+def assert_rules_compared() -> None:
+    """Assert the comparisons of rules in docs/scaling.md and docs/benchmarks/quality.md."""
+    for data in ("mnist", "digits", "shakespeare"):
+        name = f"{data}-adamw"
+        base = base_of(name)
+        ada, adam = (Cell(name, rule, 16, "progress") for rule in ("AdaScale", "AdamScale"))
+        if data == "shakespeare":  # a loss
+            assert ada.mean < base.mean < adam.mean
+        else:
+            assert ada.mean > base.mean > adam.mean
+    for data in ("mnist", "digits"):
+        name = f"{data}-muon"
+        ada, root = (
+            Cell(name, *rule)
+            for rule in (("AdaScale", 16, "progress"), ("sqrt", 16, "AdaScale's steps"))
         )
+        assert base_of(name).mean > root.mean > ada.mean
 
 
 def quality_page() -> Figures:
     """Yield the handwritten sentences of docs/benchmarks/quality.md."""
+    assert_rules_compared()
     page = "docs/benchmarks/quality.md"
     linear = "linear + warm-up"
     text = base_of("shakespeare-sgd")
@@ -203,16 +149,6 @@ def quality_page() -> Figures:
         page,
         "linear scaling is better on MNIST ({} against {} % at S = 32, {} against {} at S = 8)",
         *(cells[scale].shown for scale in (32, 8) for cells in (other, early)),
-    )
-    of_linear = []
-    for name in ("mnist", "digits", "shakespeare"):
-        rows = of(stored("quality.jsonl"), workload=f"{name}-adamw", method=linear, budget="steps")
-        assert len(rows) == 3
-        of_linear.append(fmean(row["score"] for row in rows))
-    yield figure(
-        page,
-        "linear scaling with warm-up ends at {} % on MNIST, {} % on digits and {} bits/char",
-        *(f"{of_linear[0]:.2f}", f"{of_linear[1]:.2f}", f"{of_linear[2]:.3f}"),
     )
     read = [Cell(f"{n}-sgd", "AdaScale", 32, "steps") for n in ("mnist", "shakespeare")]
     times = [
@@ -418,11 +354,9 @@ FSDP = "manyhands FSDP"
 def fsdp_speed() -> Figures:
     kept = ", reshard_after_forward=False"
     rivals, peers, both = [], [], []
-    kept_rivals = []
     for found in stored("fsdp-speed.json")["workloads"].values():
         named = {row["name"]: row for row in found["rows"]}
         rivals.append(named[FSDP]["rival"]["value"])
-        kept_rivals.append(named[f"{FSDP}{kept}"]["rival"]["value"])
         for how in ("", kept):
             both.append(named[f"{FSDP}{how}"]["rival"]["value"])
             if f"fairscale FSDP{how}" in named:
@@ -444,12 +378,6 @@ def fsdp_speed() -> Figures:
         "times fairscale's",
         *(*between(rivals), *between(peers)),
     )
-    page = "docs/benchmarks/sharding-speed.md"
-    for how, values in (("of `fully_shard` by default", rivals), ("with `reshard", kept_rivals)):
-        sentence = f"- **{{}} to {{}} times the tokens per second** {how}"
-        yield figure(page, sentence, *between(values))
-    sentence = "with fairscale's FSDP, it processes {} to {} times the tokens per second"
-    yield figure(page, sentence, *between(peers))
 
 
 def fsdp_memory() -> Figures:
@@ -501,39 +429,6 @@ def lora_memory() -> Figures:
     for row in stored("lora-memory.json")["rows"]:
         megabytes = (f"{row[part] / 1e6:.1f}" for part in ("base", "trained", "most"))
         yield figure("docs/recipes.md", f"| {row['level']} | {{}} | {{}} | {{}} |", *megabytes)
-
-
-def checkpoints() -> Figures:
-    rows = stored("checkpoints.json")["rows"]
-    dcp = "torch.distributed.checkpoint"
-
-    def over(name: str, base: str, key: str) -> list[str]:
-        """Return the ratio of seconds or bytes on 2 and 4 ranks."""
-        middle = max if key.endswith("peak") else median
-        ratios = []
-        for ranks in (2, 4):
-            ours = max(middle(one(rows, ranks=ranks, name=base)[key]), 1e-9)
-            ratios.append(f"{middle(one(rows, ranks=ranks, name=name)[key]) / ours:.2f}")
-        return ratios
-
-    page, full, saved = "docs/benchmarks/checkpoints.md", "torch, full state dict", "manyhands"
-    yield figure(
-        page,
-        "The A/A row takes {} and {} (save) and {} and {} (load) times as long",
-        *(*over(f"{dcp} (A/A)", dcp, "save"), *over(f"{dcp} (A/A)", dcp, "load")),
-    )
-    yield figure(
-        page,
-        "The full state dict takes {} and {} times as long to save and {} and {} times as long to "
-        "load, and its rank 0 needs {} and {} times our peak.",
-        *(*over(full, saved, "save"), *over(full, saved, "load")),
-        *over(full, saved, "save_peak"),
-    )
-    yield figure(
-        page,
-        "torch.distributed.checkpoint takes {} and {} times as long to save and {} and {} to load.",
-        *(*over(dcp, saved, "save"), *over(dcp, saved, "load")),
-    )
 
 
 # -- blocks, crews -------------------------------------------------------------------------------
@@ -668,40 +563,6 @@ def short_runs() -> Figures:
     )
 
 
-def blocks_sync() -> Figures:
-    rows = stored("blocks-sync.json")["rows"]
-    page = "docs/benchmarks/blocks-sync.md"
-    bmuf, bmuf_shared, average, average_shared = (
-        one(rows, name=f"manyhands {kind}, {how}")
-        for kind, how in product(("BMUF", "LocalSGD"), ("float32", "as it comes"))
-    )
-
-    def interval(ratio: Row) -> tuple[str, ...]:
-        return tuple(f"{ratio[key]:.2f}" for key in ("value", "low", "high"))
-
-    yield figure(
-        page,
-        "{} × (95 %: {} to {}) as fast as an all-reduce per tensor by wall time, {} × by CPU "
-        "time; through sockets {} × (95 %: {} to {}) and {} ×.",
-        *(*interval(bmuf_shared["speed"]), interval(bmuf_shared["cpu_speed"])[0]),
-        *(*interval(bmuf["speed"]), interval(bmuf["cpu_speed"])[0]),
-    )
-    yield figure(
-        page,
-        "{} × (95 %: {} to {}) the speed of torch's PeriodicModelAverager; through sockets "
-        "(`shared_memory=False`) {} × (95 %: {} to {}).",
-        *(*interval(average_shared["beside_torch"]), *interval(average["beside_torch"])),
-    )
-    most = max(bmuf["most"], bmuf["resident"])
-    shared = bmuf_shared["kept"] - bmuf["kept"]
-    yield figure(
-        page,
-        "BMUF stores {} models between synchronizations and {} more during a synchronization; "
-        "shared memory is {} of a model.",
-        *(f"{bmuf['kept']:.2f}", f"{most:.2f}", f"{shared:.2f}"),
-    )
-
-
 def blocks_slow_link() -> Figures:
     result = stored("blocks-slow-link.json")
     rows = result["rows"]
@@ -737,14 +598,6 @@ def blocks_faults() -> Figures:
     def changed(row: Row) -> str:
         return f"{100 * (row['loss'] / base['loss'] - 1):+.2f}"
 
-    for how, faulty in (("30", hit[0]), ("15", hit[1])):
-        yield figure(
-            page,
-            f"**A fault every {how} s:** {{}} % of the throughput, with "
-            "{} kills and {} stops in {} s.",
-            f"{100 * faulty['rate'] / base['rate']:.1f}",
-            *(faulty["kill"]["count"], faulty["stop"]["count"], f"{faulty['seconds']:.0f}"),
-        )
     for run in rows.values():
         assert not run["missing"] and not run["differing"]  # "yes"
         assert run["finals"] == 1 and run["code"] == 0
@@ -768,7 +621,6 @@ def blocks_faults() -> Figures:
 
 
 BENCHMARKS: tuple[Callable[[], Figures], ...] = (
-    quality,
     quality_page,
     cost,
     gpu,
@@ -779,12 +631,10 @@ BENCHMARKS: tuple[Callable[[], Figures], ...] = (
     fsdp_speed,
     fsdp_memory,
     sharding_memory,
-    checkpoints,
     lora_memory,
     codecs,
     blocks_quality,
     short_runs,
-    blocks_sync,
     blocks_slow_link,
     blocks_faults,
 )
