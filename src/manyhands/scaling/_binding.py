@@ -17,7 +17,7 @@ from torch.optim.optimizer import StateDict
 from manyhands._optimizers.wrappers import params_of, supports_amp, unwrap
 from manyhands._ranks.agreement import agree, describe_tensors
 from manyhands._ranks.ranks import RankGroup
-from manyhands.scaling._settings import Batch
+from manyhands.scaling._batch import Batch
 
 KEY = "manyhands"  # the rule's entry in the optimizer's state dict
 MARK = "_manyhands_rule"  # the optimizer's attribute with a reference to the rule

@@ -25,17 +25,17 @@ from manyhands._optimizers.wrappers import LossScale, LossScaler, params_of, unw
 from manyhands._ranks.agreement import agree, describe_tensors
 from manyhands._ranks.ranks import RankGroup, rank_group_of
 from manyhands._warn import warn
-from manyhands.scaling._hooks import PlainNorm
-from manyhands.scaling._noise import estimate
-from manyhands.scaling._payload import SentStep
-from manyhands.scaling._port import passes_and_loop, prepared_loop
-from manyhands.scaling._settings import (
+from manyhands.scaling._batch import (
     PASSES,
     PER_STEP,
     Accumulation,
     Batch,
     check_smoothing,
 )
+from manyhands.scaling._hooks import PlainNorm
+from manyhands.scaling._noise import estimate
+from manyhands.scaling._payload import SentStep
+from manyhands.scaling._port import passes_and_loop, prepared_loop
 from manyhands.scaling._step import Measurement
 
 VERSION = 3  # of the state dict

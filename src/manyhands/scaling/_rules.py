@@ -24,10 +24,10 @@ from torch.optim.optimizer import ParamsT
 from manyhands._arguments import flag, real
 from manyhands._optimizers.state_parts import SavedState
 from manyhands._optimizers.wrappers import ParamGroup
+from manyhands.scaling._batch import Accumulation
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._preconditioned import PreconditionedNorm
-from manyhands.scaling._rule_base import ScalingRuleBase
-from manyhands.scaling._settings import Accumulation, RuleOptions
+from manyhands.scaling._rule_base import RuleOptions, ScalingRuleBase
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
