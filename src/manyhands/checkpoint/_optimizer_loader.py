@@ -43,7 +43,6 @@ from manyhands.checkpoint._optimizer import (
 )
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import (
-    EXACT_ENTRY,
     StoredTensor,
     TensorParts,
     to_parts,
@@ -184,8 +183,6 @@ class OptimizerLoader:
             stored = self._reader.tensors[key]
             if stored.shape != tuple(part.param.shape):
                 self._reader.check_claim(key)
-            if entry == EXACT_ENTRY:  # earlier versions rounded parameters
-                continue
             # The parameter in the checkpoint, if the model was saved.
             own = self._reader.tensors.get(f"model/{self._saved_names[name]}")
             result[entry], target = _allocate_target(part, entry, stored, own)
