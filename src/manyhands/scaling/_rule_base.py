@@ -161,10 +161,16 @@ class ScalingRuleBase(ScaledOptimizer):
 
     def _compared_options(self) -> dict[str, float]:
         """Return the options that must be equal on all ranks."""
+        batch = self._core.batch
+        scale = batch.scale_for(batch.passes)
         return {
+            PASSES: 0 if batch.loop.counts else batch.passes,
+            "scale": scale,
+            "smoothing": batch.smoothing_for(scale),
             "debias_ewma": float(self._debias_ewma),
             "var_floor": self._var_floor,
             "measure_every": float(self._core.measure_every),
+            "number of parameter groups": len(self.param_groups),
         }
 
     # -- binding to an optimizer -------------------------------------------------------------
@@ -220,7 +226,7 @@ class ScalingRuleBase(ScaledOptimizer):
             if not batch.loop.counts:  # otherwise the scale is unknown until the step
                 scale = self._check_own_scale(scale)
             self._check_optimizer_supports(scale)
-            check_ranks_agree(optimizer, core.ranks, batch, self._compared_options())
+            check_ranks_agree(core.ranks, params, self._compared_options(), "rule")
             core.start(optimizer, norms, self._empty_average(len(optimizer.param_groups)))
         except BaseException:
             core.inner = None
