@@ -37,7 +37,7 @@ from manyhands.sharding._agreement import (
     GroupLike,
     facts_of_groups,
 )
-from manyhands.sharding._divided import DividedOptimizer, check_params_and_class, copy_options
+from manyhands.sharding._divided import DividedOptimizer, check_params_and_class
 from manyhands.sharding.zero._layout import deal_out
 
 BUCKET = 2**24  # elements sent together
@@ -266,10 +266,6 @@ class WholeTensorOptimizer(DividedOptimizer):
             number += 1
         return parts, packed
 
-    def load_parts(self, packed: StateDict, groups: Sequence[ParamGroup]) -> None:
-        self.optim.load_state_dict(packed)
-        copy_options(groups, self.param_groups)
-
     def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
         """Raise: no rank has these entries for all parameters, and no rank has slices."""
         raise TypeError(
@@ -287,8 +283,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         """Load the plain optimizer's state dict, on a single rank. On several, use `load`."""
         if self._workers.size > 1:
             raise RuntimeError("each rank has a part of the state. Load it with mh.load().")
-        self.optim.load_state_dict(dict(state_dict))
-        copy_options(self.optim.param_groups, self.param_groups)
+        self.load_parts(dict(state_dict))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("WholeTensorOptimizer cannot be copied or pickled. Save with mh.save().")
