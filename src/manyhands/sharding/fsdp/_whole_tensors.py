@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +32,7 @@ from manyhands._optimizers.state_parts import (
 from manyhands._optimizers.wrappers import ParamGroup, params_of
 from manyhands._ranks.agreement import agree
 from manyhands._ranks.ranks import RankGroup, rank_group_of
-from manyhands._tensors.flat import DTensorShards, is_dtensor, local_shard
+from manyhands._tensors.flat import DTensorShards, deal_out, in_groups, is_dtensor, local_shard
 from manyhands._tensors.profiler import Range
 from manyhands.sharding._agreement import (
     ADVICE,
@@ -38,7 +40,6 @@ from manyhands.sharding._agreement import (
     facts_of_groups,
 )
 from manyhands.sharding._divided import DividedOptimizer, check_params_and_class
-from manyhands.sharding.zero._layout import deal_out
 
 BUCKET = 2**24  # elements sent together
 TAG = 28_103  # of messages between ranks; unlikely in users' code
@@ -356,13 +357,8 @@ def bucket_ranges(tensors: Sequence[tuple[Hashable, int]]) -> list[slice]:
     """
     ranges = []
     start = 0
-    total = 0
-    for number, (kind, size) in enumerate(tensors):
-        if number > start and (kind != tensors[start][0] or total + size > BUCKET):
-            ranges.append(slice(start, number))
-            start = number
-            total = 0
-        total += size
-    if tensors:
-        ranges.append(slice(start, len(tensors)))
+    for _, alike in groupby(tensors, itemgetter(0)):
+        for group in in_groups(alike, itemgetter(1), BUCKET):
+            ranges.append(slice(start, start + len(group)))
+            start += len(group)
     return ranges
