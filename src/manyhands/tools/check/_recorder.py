@@ -19,6 +19,7 @@ from torch._guards import detect_fake_mode
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands._tensors.flat import local_shard
 from manyhands.scaling import ScalingRuleBase
 from manyhands.tools.check._batches import map_tensors, row_hashes, size_of, tensors_of
 from manyhands.tools.check._feed import NOISE, Feed
@@ -193,8 +194,7 @@ class Recorder:
             self.in_modules.add(id(tensor))
             if self.feed is not None and short in self.feed.ranks.start:
                 # In a single process, the local tensor is the full tensor.
-                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                local.detach().copy_(self.feed.ranks.start[short])
+                local_shard(tensor).detach().copy_(self.feed.ranks.start[short])
             self.record.start[short] = copy_of(tensor)
         for part in module.modules():
             if isinstance(part, torch.nn.RNNBase) and part.dropout:
