@@ -38,7 +38,7 @@ from manyhands.blocks._checks import (
 )
 from manyhands.blocks._samples import SampleRounds
 from manyhands.blocks._schedule import Every, Schedule, check_schedule
-from manyhands.blocks._start import start
+from manyhands.blocks._start import start_blocks
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import CODECS
 from manyhands.blocks.averaging._payload import STATE_OPTIONS, Extras, trainable_params
@@ -192,7 +192,7 @@ class Blocks(OptimizerWrapper):
         self._known = set(map(id, params))
         self._extend_anchor(params)
         name = type(self).__name__
-        start(
+        start_blocks(
             self._sync, self._inner, self._options, self._names, name, shared_memory=shared_memory
         )
 

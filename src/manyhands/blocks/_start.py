@@ -31,7 +31,7 @@ from manyhands.blocks.crew._enrollment import MemberFacts
 from manyhands.blocks.crew._roster import NO_VERSION
 
 
-def start(
+def start_blocks(
     sync: Sync,
     optimizer: Optimizer,
     options: Options,
