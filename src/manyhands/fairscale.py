@@ -20,7 +20,9 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from manyhands._tensors.backward import current_task
-from manyhands.scaling._rules import AdaScale, AdaScaleWrapper
+from manyhands.scaling._batch import Accumulation
+from manyhands.scaling._rule_base import RuleOptions
+from manyhands.scaling._rules import AdaScale
 from manyhands.sharding._agreement import GroupLike
 from manyhands.sharding._gradients import ShardedGradScaler
 from manyhands.sharding.fsdp import _wrapper, _wrapping
@@ -55,8 +57,57 @@ __all__ = [
     "wrap",
 ]
 
-for _public in (AdaScaleWrapper, DummyProcessGroup, auto_wrap, default_auto_wrap_policy, wrap):
+for _public in (DummyProcessGroup, auto_wrap, default_auto_wrap_policy, wrap):
     _public.__module__ = __name__  # for tracebacks and help()
+
+
+class AdaScaleWrapper(AdaScale):
+    """`AdaScale` that creates the inner optimizer, for code that expects an optimizer class.
+
+    >>> import torch
+    >>> from manyhands.fairscale import AdaScaleWrapper
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = AdaScaleWrapper(
+    ...     model.parameters(), optim_cls=torch.optim.SGD, lr=0.1, num_gradients_to_accumulate=8
+    ... )
+
+    The argument names are fairscale's. For another rule, write a function that returns
+    `mh.SqrtScale(Muon(params, ...))`. With `OSS`, use `AdaScale(OSS(params, ...))`: a rule inside
+    `OSS` would measure only the local shard.
+
+    Args:
+        params: parameters or parameter groups, as for any optimizer.
+        optim_cls: class of the inner optimizer.
+        additional_optim_args: keyword arguments of the inner optimizer and of `AdaScale`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        world_size: int | None = None,
+        scale: float | None = None,
+        smoothing: float | None = None,
+        num_gradients_to_accumulate: int | Accumulation = 1,
+        debias_ewma: bool = True,
+        optim_cls: type[Optimizer] = SGD,
+        **additional_optim_args: Any,
+    ) -> None:
+        if not (isinstance(optim_cls, type) and issubclass(optim_cls, Optimizer)):
+            raise TypeError(
+                f"optim_cls must be an optimizer class, such as torch.optim.SGD, got {optim_cls!r}."
+                " For an existing optimizer, write AdaScale(optimizer)."
+            )
+        names = RuleOptions.__annotations__.keys() & additional_optim_args.keys()
+        options = {name: additional_optim_args.pop(name) for name in names}
+        super().__init__(
+            optim_cls(params, **additional_optim_args),
+            world_size,
+            scale,
+            smoothing,
+            num_gradients_to_accumulate,
+            debias_ewma=debias_ewma,
+            **options,
+        )
 
 
 class OSS(_oss.OSS):

@@ -80,9 +80,9 @@ class Alternate(ShardedOptimizer):
         ]
         return [part for part in parts if include_empty or not part.empty], packed
 
-    def load_parts(self, packed, groups):
+    def load_parts(self, packed):
         self._inner.load_state_dict(packed)
-        self.param_groups[0].update(options_of(groups[0]))
+        self.param_groups[0].update(options_of(self._inner.param_groups[0]))
 
     def replicate_state(self, names):
         return Replica(self, names)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands._optimizers.state_parts import SavedEntries
+from manyhands.scaling._batch import Batch
 from manyhands.scaling._port import CountingLoop
-from manyhands.scaling._settings import Batch
 
 pytestmark = pytest.mark.quick
 

@@ -211,11 +211,12 @@ def test_parameters_that_were_moved_or_converted_after_wrapping():
         optimizer.step()
 
 
-def test_an_optimizer_without_parameters():
+@pytest.mark.parametrize("kind", [mh.AdaScale, mh.NoiseScale])
+def test_an_optimizer_without_parameters(kind):
     inner = torch.optim.SGD([{"params": []}, {"params": list(make_model().parameters())}], lr=0.1)
     assert len(mh.AdaScale(inner).factors) == 2  # an empty group is fine
     with pytest.raises(ValueError, match="no parameters: every group is empty"):
-        mh.AdaScale(torch.optim.SGD([{"params": []}], lr=0.1))
+        kind(torch.optim.SGD([{"params": []}], lr=0.1))
 
 
 def test_unscaled_losses_that_are_never_divided():

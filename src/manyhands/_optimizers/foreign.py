@@ -30,7 +30,7 @@ class PreparedOptimizer:
     """
 
     optimizer: Optimizer
-    loop: Any  # an `Accumulation` (`scaling/_settings.py`)
+    loop: Any  # an `Accumulation` (`scaling/_batch.py`)
     scaler: LossScaler | None = None
     unseen: str | None = None  # the sharing of gradients, if it hides the gradients of a rank
 

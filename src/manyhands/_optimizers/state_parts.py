@@ -17,7 +17,6 @@ from manyhands._arguments import flag, real, whole
 from manyhands._optimizers.several import AND, optimizers_in
 from manyhands._optimizers.wrappers import (
     OptimizerWrapper,
-    ParamGroup,
     params_of,
     refuse_join,
     unwrap,
@@ -146,9 +145,9 @@ class SavedEntries:
             pairs.append((pair.whole(first), pair.real(second)))
         return pairs
 
-    def rows(self, name: str, length: int, least: float = 0.0) -> list[list[float]]:
+    def rows(self, name: str, length: int) -> list[list[float]]:
         each = self.each(name)
-        return [each.reals(row, length, least, SQUARES) for row in each]
+        return [each.reals(row, length, 0.0, SQUARES) for row in each]
 
 
 @dataclass
@@ -239,8 +238,8 @@ class ShardedOptimizer(Optimizer):
         """
         raise NotImplementedError
 
-    def load_parts(self, packed: StateDict, groups: Sequence[ParamGroup]) -> None:
-        """Load a state dict of `optim` and options of the parameter groups."""
+    def load_parts(self, packed: StateDict) -> None:
+        """Load a state dict of `optim`, with the options of the parameter groups."""
         raise NotImplementedError
 
     def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
@@ -377,6 +376,10 @@ def is_elementwise(entry: str, value: Tensor, param: Tensor) -> bool:
     """Return whether an entry of a parameter's state has a value for each element."""
     # `step` is a single number, also for a parameter with a single element.
     return value.shape == param.shape and (value.dim() > 0 or entry != "step")
+
+
+#: Options of the implementation of a step, which do not affect the result.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def options_of(group: Mapping[str, Value]) -> dict[str, Value]:

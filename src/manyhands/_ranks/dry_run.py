@@ -70,16 +70,26 @@ class DryRun:
 
     def clear(self) -> None:
         self.sequence: list[Collective] = []
-        self.calls = Counter[str]()
-        self.sent = Counter[str]()
         self.requests = Counter[str]()
         self.keys = set[str]()
         self.store_bytes = 0
 
+    @property
+    def calls(self) -> Counter[str]:
+        return Counter(each.operation for each in self.sequence if each.operation != "save")
+
+    @property
+    def sent(self) -> Counter[str]:
+        sent = Counter[str]()
+        for each in self.sequence:
+            sent[each.operation] += each.sent
+        return sent
+
     def __repr__(self) -> str:
         kinds = []
+        sent = self.sent
         for kind, calls in self.calls.items():
-            kinds.append(f"{kind}: {calls:,} ({format_bytes(self.sent[kind])})")
+            kinds.append(f"{kind}: {calls:,} ({format_bytes(sent[kind])})")
         requests = f"{self.requests.total():,} ({format_bytes(self.store_bytes)})"
         return f"DryRun({', '.join([*kinds, f'store requests: {requests}'])})"
 
@@ -149,14 +159,12 @@ class DryGroup(Group):
         """Count a collective that sends this share of the tensors; return completed work."""
         if isinstance(tensors, Tensor):
             tensors = [tensors]
-        self.counted.calls[kind] += 1
-        self.counted.sent[kind] += self.record(kind, tensors, share)
+        self.record(kind, tensors, share)
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(result or tensors)
         return names_of_torch()[0](future)
 
-    def record(self, operation: str, tensors: Sequence[Tensor] = (), share: float = 0) -> int:
-        """Record a collective; return the sent bytes."""
+    def record(self, operation: str, tensors: Sequence[Tensor] = (), share: float = 0) -> None:
         groups = self.counted.groups
         if not groups[self.number]:  # unknown to torch in `__init__`
             groups[self.number] = dist.get_process_group_ranks(self)
@@ -167,7 +175,6 @@ class DryGroup(Group):
             shape = tuple(tensors[0].shape)
         line = user_line(sys._getframe())
         self.counted.sequence.append(Collective(operation, self.number, nbytes, sent, shape, line))
-        return sent
 
     def _sum(self, tensors: Any, options: Any) -> None:
         # The mean and the maximum of equal tensors are equal to the tensors.

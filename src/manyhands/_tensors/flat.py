@@ -103,6 +103,20 @@ def in_groups(
         yield group
 
 
+def deal_out(sizes: Sequence[tuple[int, int]], load: list[int]) -> dict[int, int]:
+    """Return an owner for each index, and update `load`, the elements per rank.
+
+    >>> deal_out([(0, 5), (1, 9), (2, 4)], load=[0, 0])
+    {1: 0, 0: 1, 2: 1}
+    """
+    owner: dict[int, int] = {}
+    # Greedy: the largest item goes to the rank with the smallest load.
+    for index, size in sorted(sizes, key=lambda entry: (-entry[1], entry[0])):
+        owner[index] = load.index(min(load))
+        load[owner[index]] += size
+    return owner
+
+
 def group_by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:

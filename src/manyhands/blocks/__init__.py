@@ -9,7 +9,8 @@ Modules, in the order of a step:
 
 _methods.py      LocalSGD, DiLoCo, SlowMo and BMUF: `Blocks` with different outer steps
 _optimizer.py    `Blocks`, the optimizer wrapper: options, step, save and load
-_checks.py       checks of arguments, combinations of options, and agreement between workers
+_checks.py       checks of arguments, combinations of options, and saved options
+_start.py        agreement with the other workers, and the common initial values
 _sync.py         send, commit, merge and undo sync rounds; end a warm-up
 _block_state.py  a worker's place in a block, as an immutable value
 _samples.py      samples of a worker, and weights in the mean

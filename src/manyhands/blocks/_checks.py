@@ -1,9 +1,4 @@
-"""Checks of arguments, of combinations of options, and of agreement between workers.
-
-Averaged gradients: inside `DistributedDataParallel` or `ShardedDataParallel`, all workers take
-equal steps, so sync rounds have no effect, but DDP's traffic remains. A warning follows the first
-block if all workers moved identically (`RoundStats.record`). The constructor raises an error if the
-optimizer shards its updates over the workers.
+"""Check arguments, combinations of options, and the options of saved runs.
 
 Saved runs: options are saved under the engine's names ("every", "outer.momentum"), so that a run
 can continue under a different class with the same method. `names` maps these names to the class's
@@ -13,19 +8,17 @@ names for messages, such as `block_momentum` for `BMUF`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from manyhands._optimizers.foreign import advice, find_prepared
+from manyhands._optimizers.foreign import find_prepared
 from manyhands._optimizers.several import SeveralOptimizers
 from manyhands._optimizers.state_parts import ShardedOptimizer
 from manyhands._optimizers.wrappers import OptimizerWrapper, params_of, unwrap
-from manyhands._ranks.agreement import agree, describe_tensors, names_in
 from manyhands._ranks.ranks import RankGroup
-from manyhands._tensors.flat import is_dtensor
 from manyhands._warn import warn
 from manyhands.blocks._anchor import Outer
 from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers, Members
@@ -36,7 +29,7 @@ Value = bool | int | float | str | None  # of a saved option
 Options = Mapping[str, Value]
 
 
-# -- options -------------------------------------------------------------------------------------
+# -- arguments -----------------------------------------------------------------------------------
 
 
 def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) -> Optimizer:
@@ -108,57 +101,6 @@ def make_members(
             f"{crew.inner.size}. Pass the same group to both."
         )
     return ElasticMembers(crew)
-
-
-# -- the other workers -----------------------------------------------------------------------------
-
-
-def check_agreement(
-    class_name: str,
-    workers: RankGroup,
-    inner: RankGroup,
-    options: Mapping[str, object],
-    params: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    modules: Sequence[nn.Module],
-) -> None:
-    """Raise on every worker if options or models differ, before the first tensor is sent."""
-    facts = {
-        "options": {name: str(value) for name, value in options.items()},
-        "shards (process_group= must be of ranks with the same shard)": _describe_shards(params),
-        "size of inner_group": inner.size,
-        "rank in inner_group (process_group= must be of ranks with the same)": inner.rank,
-        "parameters": describe_tensors(params, frozen=True),
-        "buffers": describe_tensors(buffers),
-    }
-    names = {"parameters": names_in(modules, params), "buffers": names_in(modules, buffers)}
-    advice = f"Build the same model, and the same {class_name}, on every rank."
-    agree(workers, facts, advice, names=names)
-
-
-def _describe_shards(params: Sequence[Tensor]) -> list[str]:
-    shards = []
-    for param in params:
-        if is_dtensor(param):
-            coordinate = param.device_mesh.get_coordinate()
-            shards.append(f"{tuple(param.placements)} at {coordinate}")
-    return shards
-
-
-# -- averaged gradients ----------------------------------------------------------------------------
-
-
-def check_not_averaged(class_name: str, workers: RankGroup, optimizer: Optimizer) -> None:
-    inner = unwrap(optimizer)[-1]
-    if workers.size == 1 or not isinstance(inner, ShardedOptimizer):
-        return
-    ranks = dist.get_process_group_ranks(inner.group or dist.group.WORLD)
-    if len(set(ranks) & set(workers.ranks)) > 1:
-        raise ValueError(
-            f"{type(inner).__name__} shards its updates over these workers, and {class_name} needs "
-            "a separate optimizer on each worker. Pass the ranks of a single worker as "
-            f"inner_group=, and one rank of each worker as process_group=.{advice('no DDP')}"
-        )
 
 
 # -- saved runs ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._arguments import explained, flag, one_of, real, whole
-from manyhands._optimizers.several import SeveralOptimizers, check_same_optimizers, optimizers_in
+from manyhands._optimizers.several import check_same_optimizers, optimizers_in
 from manyhands._optimizers.wrappers import (
     OptimizerWrapper,
     ScalerSignals,
@@ -25,16 +25,12 @@ from manyhands._optimizers.wrappers import (
     unscale,
 )
 from manyhands._ranks.ranks import RankGroup
-from manyhands._ranks.received import add_receiver
 from manyhands._ranks.stop_notice import stop_notice
-from manyhands._tensors.flat import local_shard
 from manyhands.blocks import _saving
 from manyhands.blocks._anchor import Anchor, Average, Outer
 from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._checks import (
     Value,
-    check_agreement,
-    check_not_averaged,
     check_optimizers,
     describe_outer,
     make_members,
@@ -42,13 +38,12 @@ from manyhands.blocks._checks import (
 )
 from manyhands.blocks._samples import SampleRounds
 from manyhands.blocks._schedule import Every, Schedule, check_schedule
+from manyhands.blocks._start import start_blocks
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import CODECS
 from manyhands.blocks.averaging._payload import STATE_OPTIONS, Extras, trainable_params
 from manyhands.blocks.averaging._round import ElasticMembers
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._enrollment import MemberFacts
-from manyhands.blocks.crew._roster import NO_VERSION
 
 BUFFER_OPTIONS = ("average", "broadcast", "keep")
 
@@ -159,7 +154,7 @@ class Blocks(OptimizerWrapper):
         inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         members = make_members(type(self).__name__, process_group, inner, crew)
         check_schedule(interval, overlap, fragments, ranks_per_worker=members.inner.size)
-        self._shared_memory = flag("shared_memory", shared_memory)
+        shared_memory = flag("shared_memory", shared_memory)
         self._supports_amp = supports_amp(self._inner)
         self._options: dict[str, Value] = {
             **describe_outer(self._described or outer),
@@ -182,54 +177,24 @@ class Blocks(OptimizerWrapper):
             self._options,
             mix,
         )
-        self._begin()
+        self._begin(shared_memory)
 
     def _bound(self) -> Optimizer:
         return self._inner
 
-    def _begin(self) -> None:
+    def _begin(self, shared_memory: bool) -> None:
         self._scheduled = {self._inner, *optimizers_in(self._inner)}
-        sync = self._sync
-        params = trainable_params(self._inner)
-        everything = params_of(self._inner.param_groups)
-        if not everything:
+        if not params_of(self._inner.param_groups):
             raise ValueError("the optimizer has no parameters: every group is empty.")
         if self.alone:
             return
-        buffers = sync.extras.buffer_tensors()
+        params = trainable_params(self._inner)
         self._known = set(map(id, params))
         self._extend_anchor(params)
-        if isinstance(sync.members, ElasticMembers):
-            facts = MemberFacts.of(self._compared(), everything, buffers, sync.extras.modules)
-            sync.members.join(NO_VERSION, facts)
-            add_receiver(sync)
-            sync.transfer_state()
-            sync.regroup()
-            return
-        workers = sync.members.workers
-        check_not_averaged(type(self).__name__, workers, self._inner)
-        options = rename_options(self._compared(), self._names)
-        check_agreement(
-            type(self).__name__,
-            workers,
-            sync.anchor.inner,
-            {**options, "shared_memory": self._shared_memory},
-            everything,
-            buffers,
-            sync.extras.modules,
+        name = type(self).__name__
+        start_blocks(
+            self._sync, self._inner, self._options, self._names, name, shared_memory=shared_memory
         )
-        sync.members.choose_transport(
-            [param.device for param in everything],
-            background=sync.schedule.overlap > 0,
-            shared_memory=self._shared_memory and not sync.anchor.codec.rounds,
-        )
-        workers.broadcast_from_first([local_shard(tensor) for tensor in [*everything, *buffers]])
-        sync.anchor.begin()
-
-    def _compared(self) -> dict[str, Value]:
-        if not isinstance(self._inner, SeveralOptimizers):
-            return self._options
-        return {**self._options, "optimizers": str(self._inner)}
 
     # -- state for users -------------------------------------------------------------------------
 

@@ -24,12 +24,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._optimizers.several import optimizers_in
-from manyhands._optimizers.state_parts import OptimizerStatePart, options_of, plain_optimizer
+from manyhands._optimizers.state_parts import (
+    IMPLEMENTATION,
+    OptimizerStatePart,
+    options_of,
+    plain_optimizer,
+)
 from manyhands._tensors.trees import tensors_in
 
-#: Options of the implementation of a step, which do not affect the result. They are not loaded: a
-#: run saved on a GPU may continue on a CPU without fused kernels.
-KEPT_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 TORCHS = "torch.optim."  # module prefix of torch's optimizers
 OURS = (TORCHS, "manyhands.")
 Sketch: TypeAlias = dict[str, tuple[list[int], torch.dtype]]
@@ -162,7 +164,7 @@ def _try_step(
         if not hasattr(kind, name):  # skip methods that were replaced on the instance
             setattr(trial, name, value)
     group = dict(options)
-    for name in KEPT_OPTIONS:  # use the simplest implementation
+    for name in IMPLEMENTATION:  # use the simplest implementation
         if name in group:
             group[name] = False
     trial.param_groups = [{**group, "params": [param]}]

@@ -174,14 +174,6 @@ def group_names(optimizer: Optimizer, names: ModelNames | None) -> list[list[str
     return result
 
 
-def entry_parts(
-    part: OptimizerStatePart, entry: str, value: Tensor, savers: Savers = ALONE
-) -> TensorParts:
-    if part.start is not None and is_elementwise(entry, value, part.like):
-        return TensorParts.from_flat(value, part.param, part.start, savers.everyone)
-    return to_parts(value, savers)
-
-
 # -- save ------------------------------------------------------------------------------------------
 
 
@@ -257,13 +249,16 @@ def _collect_part(
                 text = to_bytes(encode(value, key, put))
                 contents.add(f"{prefix}/json.{escape(entry)}/{name}", to_parts(text, savers))
             continue
-        own = is_dtensor(value) or (sharded and is_elementwise(entry, value, part.like))
-        if writes or own:
-            # A rank may have several ranges of a parameter, which share the key.
-            before = contents.tensors.pop(key, None)
+        elementwise = is_elementwise(entry, value, part.like)
+        if writes or is_dtensor(value) or (sharded and elementwise):
             # For a DTensor, the mesh determines the holders of each shard.
             among = ALONE if sharded and is_dtensor(value) else savers
-            contents.add(key, entry_parts(part, entry, value, among).merge(before))
+            if part.start is not None and elementwise:
+                slices = TensorParts.from_flat(value, part.param, part.start, among.everyone)
+            else:
+                slices = to_parts(value, among)
+            # A rank may have several ranges of a parameter, which share the key.
+            contents.add(key, slices.merge(contents.tensors.pop(key, None)))
 
 
 def no_put(path: str, _: Tensor) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._optimizers.state_parts import (
+    IMPLEMENTATION,
     BlocksParts,
     OptimizerLayers,
     OptimizerStatePart,
@@ -23,7 +24,6 @@ from manyhands._tensors.flat import is_dtensor, order_of_dims
 from manyhands.checkpoint._commit import check_form
 from manyhands.checkpoint._format import OWN, ReplicaMeta
 from manyhands.checkpoint._handover import (
-    KEPT_OPTIONS,
     check_continues,
     explain_refusal,
     restore_types,
@@ -43,7 +43,6 @@ from manyhands.checkpoint._optimizer import (
 )
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import (
-    EXACT_ENTRY,
     StoredTensor,
     TensorParts,
     to_parts,
@@ -152,7 +151,8 @@ class OptimizerLoader:
         loaded = saved_options(self._meta["groups"], self._get)
         for group, saved in zip(self._inner.param_groups, loaded, strict=True):
             here = options_of(group)
-            kept = {name: here[name] for name in KEPT_OPTIONS if name in here}
+            # A run saved on a GPU may continue on a CPU without fused kernels.
+            kept = {name: here[name] for name in IMPLEMENTATION if name in here}
             # Options that the saved run's torch did not have stay unchanged.
             result.append({**here, **saved, **kept})
         return result
@@ -184,8 +184,6 @@ class OptimizerLoader:
             stored = self._reader.tensors[key]
             if stored.shape != tuple(part.param.shape):
                 self._reader.check_claim(key)
-            if entry == EXACT_ENTRY:  # earlier versions rounded parameters
-                continue
             # The parameter in the checkpoint, if the model was saved.
             own = self._reader.tensors.get(f"model/{self._saved_names[name]}")
             result[entry], target = _allocate_target(part, entry, stored, own)
@@ -209,7 +207,7 @@ class OptimizerLoader:
                 holder.load_state_dict(packed)
             else:
                 # Not `load_state_dict`, which expects the state of all ranks.
-                sharded.load_parts(packed, self._options)
+                sharded.load_parts(packed)
                 holder = sharded.optim
         params = params_of(holder.param_groups)
         for part, entries in self._to_load:

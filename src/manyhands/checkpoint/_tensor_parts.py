@@ -56,9 +56,6 @@ MOST = 2**63  # torch counts elements and bytes in 64 bits
 MOST_DIMENSIONS = 64  # the maximum of torch's operations
 # Bytes per writing rank of tensors that several ranks have: fewer ranks write small models.
 LEAST = 2**22
-# The entry of exact parameters that an optimizer stores in addition to rounded parameters.
-EXACT_ENTRY = "manyhands.exact"
-
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a slice
 

@@ -289,45 +289,44 @@ class SaveMessages:
     rank sends a single message per save, the receipt, and receives one, the answer.
     """
 
-    def __init__(self, savers: Savers, store: Store | None = None, patience: float = 0.0) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
+        savers = Savers.of(ranks)
         self.savers = savers
         self.rank = savers.rank
         self.size = savers.size
         self.token = ""
         self.begun = False  # whether other ranks wait for this rank's receipt
-        self._patience = patience
+        self._patience = CALL_TIMEOUT
         self._next: dict[Path, int] = {}  # by folder: the number of the next checkpoint
-        self._box = MessageBox(store)  # messages of this save
+        self._box = MessageBox(None)  # messages of this save
         self._old: MessageBox | None = None  # messages of the previous save
         self._began = 0.0
         self._warned = False
         self._monitor = HeartbeatMonitor(SILENCE)
         self._done = threading.Event()  # set when this rank's heartbeats may end
-        if store is not None:
+        if self.size > 1:
+            # A waiting request must not block the program's own requests.
+            store: Store = _get_default_store().clone()  # type: ignore[attr-defined]
+            if ranks._timeout:
+                self._patience = ranks._timeout.total_seconds()
             self._presence = Presence(store)
             prefix = f"manyhands/save/{name_of_ranks(savers.ranks)}/"
             # A store may outlive a process group, including old messages.
             serial = MessageBox(store, prefix).count(str(self.rank), 1)
             self._all = MessageBox(store, f"{prefix}{serial}/")  # messages for all saves
 
-    @classmethod
-    def of(cls, ranks: RankGroup) -> SaveMessages:
-        """Return the messages of these ranks, the same object for every save."""
-        if ranks.size == 1:
-            return cls._kind()(Savers())
-        store = _get_default_store()
-        savers = Savers.of(ranks)
-        known = _messages.setdefault(store, {})
-        if savers.ranks not in known:
-            patience = ranks._timeout.total_seconds() if ranks._timeout else CALL_TIMEOUT
-            # A waiting request must not block the program's own requests.
-            own: Store = store.clone()  # type: ignore[attr-defined]
-            known[savers.ranks] = cls._kind()(savers, own, patience)
-        return known[savers.ranks]
-
     @staticmethod
-    def _kind() -> type[SaveMessages]:
-        return DryMessages if dry_group() else SaveMessages
+    def of(ranks: RankGroup) -> SaveMessages:
+        """Return the messages of these ranks, the same object for every save."""
+        known: dict[Sequence[int], SaveMessages] = {}
+        members: Sequence[int] = ()
+        if ranks.size > 1:
+            known = _messages.setdefault(_get_default_store(), {})
+            members = tuple(ranks.ranks)
+        if members not in known:
+            kind = DryMessages if dry_group() else SaveMessages
+            known[members] = kind(ranks)
+        return known[members]
 
     def begin(self, step: int | None, folder: Folder) -> str:
         self._began = time.monotonic()
@@ -495,8 +494,8 @@ class SaveMessages:
 class DryMessages(SaveMessages):
     """Messages in a dry run: other ranks' messages are assumed to equal this rank's."""
 
-    def __init__(self, savers: Savers, store: Store | None = None, patience: float = 0.0) -> None:
-        super().__init__(savers, store, patience)
+    def __init__(self, ranks: RankGroup) -> None:
+        super().__init__(ranks)
         self._counted: Any = dry_group().counted
         self._receipt = ""
 

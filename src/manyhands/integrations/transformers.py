@@ -62,7 +62,7 @@ from manyhands.sharding.zero._oss import OSS
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from manyhands.scaling._settings import RuleOptions
+    from manyhands.scaling._rule_base import RuleOptions
 
 __all__ = ["Attachment", "attach", "use_cursor"]
 

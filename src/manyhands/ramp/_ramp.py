@@ -31,9 +31,9 @@ from manyhands.data._cursor import BaseCursor
 from manyhands.ramp._decision import GROWTH, Decision, Goal, Limits, StepTime, decide, efficiency
 from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply
 from manyhands.ramp._observed import Evidence, NoiseWatch, StepTimer
+from manyhands.scaling._batch import PASSES, PER_STEP
 from manyhands.scaling._payload import RankReport
 from manyhands.scaling._rule_base import ScalingRuleBase
-from manyhands.scaling._settings import PASSES, PER_STEP
 from manyhands.scaling._weighted_mean import WeightedMean
 
 Batch = TypeVar("Batch")

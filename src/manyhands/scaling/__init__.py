@@ -19,16 +19,16 @@ _preconditioned.py  norms of gradients after Adam's or RMSprop's division, and s
 _rule_base.py       `ScalingRuleBase`, the public interface: arguments, statistics, state
 _port.py            training loops that decide which pass is the last, and `LoopPort`
 _binding.py         changes to a wrapped optimizer
-_settings.py        options, size of the batch, the `Accumulation` protocol
+_batch.py           number of passes and size of a step, the `Accumulation` protocol
 _progress.py        `ProgressScheduler`: schedules by progress
 _weighted_mean.py   `WeightedMean`: the mean loss over micro-batches of different sizes
 _noise_scale.py     `NoiseScale`: measure only
 """
 
+from manyhands.scaling._batch import Accumulation
 from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._port import LoopPort
 from manyhands.scaling._rule_base import ScalingRuleBase
-from manyhands.scaling._settings import Accumulation
 
 __all__ = ["Accumulation", "LoopPort", "NoiseAverage", "ScalingRuleBase"]
 

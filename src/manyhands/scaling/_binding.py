@@ -7,17 +7,17 @@ stores.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._optimizers.wrappers import params_of, supports_amp, unwrap
+from manyhands._optimizers.wrappers import supports_amp, unwrap
 from manyhands._ranks.agreement import agree, describe_tensors
 from manyhands._ranks.ranks import RankGroup
-from manyhands.scaling._settings import Batch
 
 KEY = "manyhands"  # the rule's entry in the optimizer's state dict
 MARK = "_manyhands_rule"  # the optimizer's attribute with a reference to the rule
@@ -119,24 +119,10 @@ def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> N
 
 
 def check_ranks_agree(
-    optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Mapping[str, float]
+    ranks: RankGroup, params: Sequence[Tensor], options: Mapping[str, float], kind: str
 ) -> None:
-    groups = optimizer.param_groups
-    params = params_of(groups)
-    scale = batch.scale_for(batch.passes)
-    passes = 0.0 if batch.loop.counts else float(batch.passes)
-    claims = {
-        "num_gradients_to_accumulate": passes,
-        "scale": scale,
-        "smoothing": batch.smoothing_for(scale),
-    }
-    claims |= options
-    claims |= {
-        "number of parameter groups": float(len(groups)),
-        "number of parameters": float(len(params)),
-        "number of elements": float(sum(param.numel() for param in params)),
-    }
+    """Raise on every rank if ranks have different parameters or options."""
     if not params:
         raise ValueError("the optimizer has no parameters: every group is empty.")
-    facts = {**claims, "parameters": describe_tensors(params)}
-    agree(ranks, facts, "Build the same model, optimizer and rule on every rank.")
+    facts = {**options, "number of parameters": len(params), "parameters": describe_tensors(params)}
+    agree(ranks, facts, f"Build the same model, optimizer and {kind} on every rank.")

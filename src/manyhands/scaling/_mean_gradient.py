@@ -21,7 +21,7 @@ from torch import Tensor
 from manyhands._optimizers.wrappers import ParamGroup, params_of
 from manyhands._ranks.ranks import RankGroup, widest_float
 from manyhands._ranks.sharded_gradient import ShardedGradient
-from manyhands._tensors.flat import DTensorShards, flatten, is_dtensor, local_shard
+from manyhands._tensors.flat import DTensorShards, deal_out, flatten, is_dtensor, local_shard
 from manyhands.scaling._hooks import GradientSlice, Norm, PlainNorm
 from manyhands.scaling._payload import LocalNumbers, Numbers, to_tensor
 from manyhands.scaling._previous_gradient import PreviousGradient
@@ -229,12 +229,5 @@ def _assign_params(params: Sequence[Tensor], ranks: RankGroup) -> tuple[list[int
             short.append(i)
         else:
             long.append(i)
-    # Longest first, each to the rank with the smallest load.
-    load = [0] * ranks.size
-    own = []
-    for i in sorted(long, key=lambda i: -params[i].numel()):
-        lightest = load.index(min(load))
-        load[lightest] += params[i].numel()
-        if lightest == ranks.rank:
-            own.append(i)
-    return short, sorted(own)
+    owners = deal_out([(i, params[i].numel()) for i in long], [0] * ranks.size)
+    return short, [i for i in long if owners[i] == ranks.rank]

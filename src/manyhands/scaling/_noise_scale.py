@@ -8,34 +8,33 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._arguments import explained, real, whole
 from manyhands._optimizers.foreign import find_prepared
 from manyhands._optimizers.state_parts import BELOW, SavedEntries, SavedState
 from manyhands._optimizers.wrappers import LossScale, LossScaler, params_of, unwrap
-from manyhands._ranks.agreement import agree, describe_tensors
-from manyhands._ranks.ranks import RankGroup, rank_group_of
+from manyhands._ranks.ranks import rank_group_of
 from manyhands._warn import warn
-from manyhands.scaling._hooks import PlainNorm
-from manyhands.scaling._noise import estimate
-from manyhands.scaling._payload import SentStep
-from manyhands.scaling._port import passes_and_loop, prepared_loop
-from manyhands.scaling._settings import (
+from manyhands.scaling._batch import (
     PASSES,
     PER_STEP,
     Accumulation,
     Batch,
     check_smoothing,
 )
+from manyhands.scaling._binding import check_ranks_agree
+from manyhands.scaling._hooks import PlainNorm
+from manyhands.scaling._noise import estimate
+from manyhands.scaling._payload import SentStep
+from manyhands.scaling._port import passes_and_loop, prepared_loop
 from manyhands.scaling._step import Measurement
 
 VERSION = 3  # of the state dict
@@ -197,7 +196,7 @@ class NoiseScale:
         groups = optimizer.param_groups
         params = params_of(groups)
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
-        _check_ranks_agree(ranks, passes, params)
+        check_ranks_agree(ranks, params, {PASSES: passes}, "NoiseScale")
         batch = Batch(ranks.size, passes, None, loop, loss_is_divided=is_scaled_loss)
         batch.smoothing = self._smoothing
         self._measurement = Measurement(
@@ -410,15 +409,6 @@ class NoiseScale:
             f"NoiseScale({self.noise_scale:.4g} ± {self.standard_error:.2g} {self._unit}, "
             f"{self.steps} steps)"
         )
-
-
-def _check_ranks_agree(ranks: RankGroup, passes: int, params: Sequence[Tensor]) -> None:
-    facts = {
-        PASSES: passes,
-        "number of parameters": len(params),
-        "parameters": describe_tensors(params),
-    }
-    agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
 
 
 def _too_few_passes(passes: int, declared: int) -> str:

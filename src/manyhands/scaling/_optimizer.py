@@ -36,11 +36,11 @@ from manyhands._optimizers.wrappers import (
 from manyhands._ranks.presence import count_step
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.stop_notice import stop_notice
+from manyhands.scaling._batch import Batch
 from manyhands.scaling._binding import Binding
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import History, NoiseAverage, NormSums, steps_between
 from manyhands.scaling._payload import RankReport, SentStep, StepObserver
-from manyhands.scaling._settings import Batch
 from manyhands.scaling._step import Measurement
 
 NONFINITE_LIMIT = 10

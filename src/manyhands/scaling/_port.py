@@ -12,11 +12,11 @@ from typing import SupportsIndex
 from manyhands._arguments import whole
 from manyhands._optimizers.foreign import PreparedOptimizer
 from manyhands._optimizers.state_parts import OptimizerLayers
+from manyhands.scaling._batch import PASSES, PER_STEP, Accumulation, Averager, Loop
 from manyhands.scaling._noise import NoiseAverage, ratio_of_squares
 from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer
 from manyhands.scaling._payload import StepObserver
 from manyhands.scaling._preconditioned import rescale_second_moments
-from manyhands.scaling._settings import PASSES, PER_STEP, Accumulation, Averager, Loop
 from manyhands.scaling._step import PassWeight
 
 

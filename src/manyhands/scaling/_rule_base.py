@@ -7,7 +7,7 @@ batch, history and measurement. All parts are parsed and checked before any obje
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ from manyhands._optimizers.wrappers import (
     unwrap,
 )
 from manyhands._ranks.ranks import rank_group_of
+from manyhands.scaling._batch import PASSES, PER_STEP, Accumulation, Averager, Batch
 from manyhands.scaling._binding import KEY, check_bindable, check_ranks_agree, claimed_by
 from manyhands.scaling._noise import (
     VAR_FLOOR,
@@ -40,10 +41,24 @@ from manyhands.scaling._noise import (
 )
 from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer
 from manyhands.scaling._port import CountingLoop, LoopPort, passes_and_loop, prepared_loop
-from manyhands.scaling._settings import PASSES, PER_STEP, Accumulation, Averager, Batch
 from manyhands.scaling._step import MeasurementState
 
 VERSION = 2
+
+
+class RuleOptions(TypedDict, total=False):
+    """Options that every rule accepts by name; see `ScalingRuleBase`."""
+
+    world_size: int | None
+    scale: float | None
+    smoothing: float | None
+    num_gradients_to_accumulate: int | Accumulation
+    is_scaled_loss: bool
+    debias_ewma: bool
+    process_group: dist.ProcessGroup | None
+    grad_scaler: LossScaler | None
+    var_floor: float
+    measure_every: int | None
 
 
 def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
@@ -146,10 +161,16 @@ class ScalingRuleBase(ScaledOptimizer):
 
     def _compared_options(self) -> dict[str, float]:
         """Return the options that must be equal on all ranks."""
+        batch = self._core.batch
+        scale = batch.scale_for(batch.passes)
         return {
+            PASSES: 0 if batch.loop.counts else batch.passes,
+            "scale": scale,
+            "smoothing": batch.smoothing_for(scale),
             "debias_ewma": float(self._debias_ewma),
             "var_floor": self._var_floor,
             "measure_every": float(self._core.measure_every),
+            "number of parameter groups": len(self.param_groups),
         }
 
     # -- binding to an optimizer -------------------------------------------------------------
@@ -205,7 +226,7 @@ class ScalingRuleBase(ScaledOptimizer):
             if not batch.loop.counts:  # otherwise the scale is unknown until the step
                 scale = self._check_own_scale(scale)
             self._check_optimizer_supports(scale)
-            check_ranks_agree(optimizer, core.ranks, batch, self._compared_options())
+            check_ranks_agree(core.ranks, params, self._compared_options(), "rule")
             core.start(optimizer, norms, self._empty_average(len(optimizer.param_groups)))
         except BaseException:
             core.inner = None

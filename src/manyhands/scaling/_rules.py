@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from torch.optim import SGD, Optimizer
-from torch.optim.optimizer import ParamsT
+from torch.optim import Optimizer
 
 from manyhands._arguments import flag, real
 from manyhands._optimizers.state_parts import SavedState
 from manyhands._optimizers.wrappers import ParamGroup
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._preconditioned import PreconditionedNorm
-from manyhands.scaling._rule_base import ScalingRuleBase
-from manyhands.scaling._settings import Accumulation, RuleOptions
+from manyhands.scaling._rule_base import RuleOptions, ScalingRuleBase
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -122,55 +120,6 @@ def _one_of_two_names(name: str, value: T | None, other_name: str, other: T | No
     if given is None:
         raise TypeError(f"missing argument: {name}")
     return given
-
-
-class AdaScaleWrapper(AdaScale):
-    """`AdaScale` that creates the inner optimizer, for code that expects an optimizer class.
-
-    >>> import torch
-    >>> from manyhands.fairscale import AdaScaleWrapper
-    >>> model = torch.nn.Linear(4, 1)
-    >>> optimizer = AdaScaleWrapper(
-    ...     model.parameters(), optim_cls=torch.optim.SGD, lr=0.1, num_gradients_to_accumulate=8
-    ... )
-
-    The argument names are fairscale's. For another rule, write a function that returns
-    `mh.SqrtScale(Muon(params, ...))`. With `OSS`, use `AdaScale(OSS(params, ...))`: a rule inside
-    `OSS` would measure only the local shard.
-
-    Args:
-        params: parameters or parameter groups, as for any optimizer.
-        optim_cls: class of the inner optimizer.
-        additional_optim_args: keyword arguments of the inner optimizer and of `AdaScale`.
-    """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        world_size: int | None = None,
-        scale: float | None = None,
-        smoothing: float | None = None,
-        num_gradients_to_accumulate: int | Accumulation = 1,
-        debias_ewma: bool = True,
-        optim_cls: type[Optimizer] = SGD,
-        **additional_optim_args: Any,
-    ) -> None:
-        if not (isinstance(optim_cls, type) and issubclass(optim_cls, Optimizer)):
-            raise TypeError(
-                f"optim_cls must be an optimizer class, such as torch.optim.SGD, got {optim_cls!r}."
-                " For an existing optimizer, write AdaScale(optimizer)."
-            )
-        names = RuleOptions.__annotations__.keys() & additional_optim_args.keys()
-        options = {name: additional_optim_args.pop(name) for name in names}
-        super().__init__(
-            optim_cls(params, **additional_optim_args),
-            world_size,
-            scale,
-            smoothing,
-            num_gradients_to_accumulate,
-            debias_ewma=debias_ewma,
-            **options,
-        )
 
 
 class AdamScale(AdaScale):

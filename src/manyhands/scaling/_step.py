@@ -10,7 +10,7 @@ Memory
     step.sent        the step's numbers, from the last pass until `clear`
     previous.grads   the gradient of the previous step, if consecutive gradients are compared
 
-**Last pass.** The batch's `Loop` determines which pass is the last of a step (`_settings.py`).
+**Last pass.** The batch's `Loop` determines which pass is the last of a step (`_batch.py`).
 
 **Divisor.** A step's gradient is the mean over N passes. The user divides each loss or, after the
 last pass, the gradient; with a `CountingLoop`, `Measurement` divides the gradient. Trainers end an
@@ -37,6 +37,7 @@ from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.backward import BackwardPasses
 from manyhands._tensors.flat import local_shard
 from manyhands._tensors.profiler import Range
+from manyhands.scaling._batch import PASSES, Batch
 from manyhands.scaling._hooks import (
     GradientHooks,
     GradientVersion,
@@ -56,7 +57,6 @@ from manyhands.scaling._payload import (
     StepExchange,
 )
 from manyhands.scaling._previous_gradient import PreviousGradient, parse_previous
-from manyhands.scaling._settings import PASSES, Batch
 from manyhands.scaling._unsharded import find_unaveraged_gradients, unsharded_parameters
 
 NO_REPORT = RankReport()

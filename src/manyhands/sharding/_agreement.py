@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._optimizers.state_parts import IMPLEMENTATION
 from manyhands._ranks.agreement import Describer
 from manyhands._ranks.ranks import RankGroup
 
@@ -31,8 +32,6 @@ class GroupLike(Protocol):
 PATIENCE = 120.0  # seconds to wait for a call that all ranks must make
 SOON = 2.0  # seconds until the warning about such a wait
 ADVICE = "Build the same model and optimizer on every rank."
-IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""Options that select an implementation and do not change results. Ranks may differ here."""
 
 
 def facts_of_groups(
@@ -78,7 +77,7 @@ def facts_of_options(
     Other entries of a parameter group, options in `IMPLEMENTATION`, and values without a comparison
     (functions, objects) are omitted.
     """
-    compared = set(declared) - IMPLEMENTATION
+    compared = set(declared).difference(IMPLEMENTATION)
     facts: Facts = {}
     for index, group in enumerate(groups, first):
         for name in sorted(compared & group.keys()):

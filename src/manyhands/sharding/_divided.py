@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from manyhands._optimizers.state_parts import SavedState, ShardedOptimizer, options_of
 from manyhands._optimizers.wrappers import ParamGroup
@@ -61,6 +62,11 @@ class DividedOptimizer(ShardedOptimizer):
         except Exception:
             del self.param_groups[number:]
             raise
+
+    def load_parts(self, packed: StateDict) -> None:
+        """Load the state of this rank's tensors, in the format of the state dict of `optim`."""
+        self.optim.load_state_dict(packed)
+        copy_options(self.optim.param_groups, self.param_groups)
 
     def _check_params(self, params: Sequence[Tensor]) -> None:
         """Raise a TypeError if these parameters cannot be divided."""

@@ -201,10 +201,10 @@ class Crew:
         try:
             self._enroll(self._connection, facts)
             # Other members need not wait for a heartbeat if a script ends without leave().
-            atexit.register(self._depart)
+            atexit.register(self.drop_out)
             self._enter(version)
         except BaseException:
-            self._depart()
+            self.drop_out()
             raise
         if self._grace is not None:
             self._grace.begin_block()
@@ -277,11 +277,7 @@ class Crew:
         The run is finished after the last members have left. Workers that join later raise
         CrewFinished.
         """
-        self._depart(left=True)
-
-    def drop_out(self) -> None:
-        """Leave like a dead worker, so that no member waits for this worker."""
-        self._depart()
+        self.drop_out(left=True)
 
     def abort(self) -> None:
         """Fail all pending messages of the group, here and on other members.
@@ -292,11 +288,12 @@ class Crew:
         if self._transport is not None:
             self._transport.abort()
 
-    def _depart(self, left: bool = False) -> None:
+    def drop_out(self, *, left: bool = False) -> None:
+        """Leave like a dead worker, or with `left` like a worker that is done."""
         enrollment = self._enrollment
         self._enrollment = None
         self.members = ()  # but not the rank, which decides who saves
-        atexit.unregister(self._depart)
+        atexit.unregister(self.drop_out)
         if enrollment is None or enrollment.process != os.getpid():
             return
         id = enrollment.id

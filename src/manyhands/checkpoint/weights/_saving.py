@@ -19,7 +19,7 @@ from manyhands._ranks.agreement import agree, run_on_all
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.flat import in_groups, is_dtensor
 from manyhands.checkpoint import _format
-from manyhands.checkpoint._folder import NewFile, sync
+from manyhands.checkpoint._folder import Folder, sync
 from manyhands.checkpoint._format import TensorEntry
 from manyhands.checkpoint._model import find_names
 from manyhands.checkpoint.weights._loading import INDEX, SINGLE
@@ -42,12 +42,8 @@ def split_into_files(entries: Iterable[TensorEntry], max_size: int) -> dict[str,
 def write_file(
     path: Path, entries: Sequence[TensorEntry], get_tensor: Callable[[str], Tensor]
 ) -> None:
-    file = NewFile(path)
-    try:
+    with Folder(path.parent).create("", path.name) as file:
         _format.write(file, entries, lambda each: get_tensor(each.name), checked=False)
-    except BaseException:
-        file.discard()
-        raise
 
 
 def publish(scratch: Path, folder: Path, files: dict[str, list[TensorEntry]], config: str) -> None:

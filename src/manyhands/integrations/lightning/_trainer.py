@@ -32,7 +32,7 @@ OURS = "manyhands.integrations.lightning"
 
 
 class LightningAccumulation:
-    """The passes per step of a Trainer (an `Accumulation`, see `scaling/_settings.py`)."""
+    """The passes per step of a Trainer (an `Accumulation`, see `scaling/_batch.py`)."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

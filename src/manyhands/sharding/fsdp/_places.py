@@ -148,13 +148,16 @@ def check_parameters(places: Places, ranks: RankGroup, device: torch.device) -> 
                 "each would be trained separately. Put a single wrap around all modules that share "
                 "the parameter."
             )
-        if ranks.size > 1 and not param.numel():
-            raise ValueError(f"parameter {name} is empty, and cannot be divided among ranks.")
-        if ranks.size > 1 and not param.dim():
-            raise ValueError(
-                f"parameter {name} is a scalar, which cannot be divided among ranks. Make it a "
-                "tensor of one element."
-            )
+        if ranks.size > 1 and (problem := why_indivisible(param)):
+            raise ValueError(f"parameter {name} {problem}")
+
+
+def why_indivisible(param: Tensor) -> str:
+    if not param.dim():
+        return "is a scalar, which cannot be divided among ranks. Make it a tensor of one element."
+    if not param.numel():
+        return "has no elements to divide among ranks. Remove it."
+    return ""
 
 
 def check_inner_groups(ranks: RankGroup, inside: Sequence[RankGroup]) -> None:

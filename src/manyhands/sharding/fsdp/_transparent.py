@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -191,7 +191,7 @@ class Wrap(ModuleWrapper):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the plain model's state dict, with full tensors. Call it on every rank."""
         self._begin_state_dict()
-        with _set_flag_on_wraps(wraps_in(self, Wrap), "_in_state_dict"):
+        with _flag_on_wraps(self, "_in_state_dict"):
             return super().state_dict(*args, **kwargs)
 
     def _begin_state_dict(self) -> None:
@@ -211,14 +211,14 @@ class Wrap(ModuleWrapper):
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's slices, by the plain model's names, without communication."""
-        with _set_flag_on_wraps(wraps_in(self, Wrap), "_in_local_state"):
+        with _flag_on_wraps(self, "_in_local_state"):
             return Wrap.state_dict(self, *args, **kwargs)
 
     def load_local_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> _IncompatibleKeys:
         """Load the `local_state_dict()` of this rank, from a run of equal size."""
-        with _set_flag_on_wraps(wraps_in(self, Wrap), "_in_local_state"):
+        with _flag_on_wraps(self, "_in_local_state"):
             return Wrap.load_state_dict(self, state_dict, strict=strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
@@ -458,8 +458,8 @@ def _after_load(wrap: Wrap, keys: _IncompatibleKeys) -> None:
 
 
 @contextmanager
-def _set_flag_on_wraps(wraps: Iterable[Wrap], flag: str) -> Iterator[None]:
-    former = [(wrap, getattr(wrap, flag)) for wrap in wraps]
+def _flag_on_wraps(outer: Wrap, flag: str) -> Iterator[None]:
+    former = [(wrap, getattr(wrap, flag)) for wrap in wraps_in(outer, Wrap)]
     try:
         for wrap, _ in former:
             setattr(wrap, flag, True)

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -30,15 +32,14 @@ from manyhands._optimizers.state_parts import (
 from manyhands._optimizers.wrappers import ParamGroup, params_of
 from manyhands._ranks.agreement import agree
 from manyhands._ranks.ranks import RankGroup, rank_group_of
-from manyhands._tensors.flat import DTensorShards, is_dtensor, local_shard
+from manyhands._tensors.flat import DTensorShards, deal_out, in_groups, is_dtensor, local_shard
 from manyhands._tensors.profiler import Range
 from manyhands.sharding._agreement import (
     ADVICE,
     GroupLike,
     facts_of_groups,
 )
-from manyhands.sharding._divided import DividedOptimizer, check_params_and_class, copy_options
-from manyhands.sharding.zero._layout import deal_out
+from manyhands.sharding._divided import DividedOptimizer, check_params_and_class
 
 BUCKET = 2**24  # elements sent together
 TAG = 28_103  # of messages between ranks; unlikely in users' code
@@ -266,10 +267,6 @@ class WholeTensorOptimizer(DividedOptimizer):
             number += 1
         return parts, packed
 
-    def load_parts(self, packed: StateDict, groups: Sequence[ParamGroup]) -> None:
-        self.optim.load_state_dict(packed)
-        copy_options(groups, self.param_groups)
-
     def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
         """Raise: no rank has these entries for all parameters, and no rank has slices."""
         raise TypeError(
@@ -287,8 +284,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         """Load the plain optimizer's state dict, on a single rank. On several, use `load`."""
         if self._workers.size > 1:
             raise RuntimeError("each rank has a part of the state. Load it with mh.load().")
-        self.optim.load_state_dict(dict(state_dict))
-        copy_options(self.optim.param_groups, self.param_groups)
+        self.load_parts(dict(state_dict))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("WholeTensorOptimizer cannot be copied or pickled. Save with mh.save().")
@@ -361,13 +357,8 @@ def bucket_ranges(tensors: Sequence[tuple[Hashable, int]]) -> list[slice]:
     """
     ranges = []
     start = 0
-    total = 0
-    for number, (kind, size) in enumerate(tensors):
-        if number > start and (kind != tensors[start][0] or total + size > BUCKET):
-            ranges.append(slice(start, number))
-            start = number
-            total = 0
-        total += size
-    if tensors:
-        ranges.append(slice(start, len(tensors)))
+    for _, alike in groupby(tensors, itemgetter(0)):
+        for group in in_groups(alike, itemgetter(1), BUCKET):
+            ranges.append(slice(start, start + len(group)))
+            start += len(group)
     return ranges

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from manyhands._tensors.flat import in_groups
+from manyhands._tensors.flat import deal_out, in_groups
 
 ALIGN = 16
 BUCKET = 2**22  # elements per bucket on few ranks: 16 MiB of float32
@@ -139,20 +139,6 @@ def whole_layout(
         ranges = _ranges_within(members, starts, 0, total)
         buffers.append(BufferLayout(starts, (BucketLayout(ranges, tuple(cuts)),)))
     return buffers
-
-
-def deal_out(sizes: Sequence[tuple[int, int]], load: list[int]) -> dict[int, int]:
-    """Return an owner for each index, and update `load`, the elements per rank.
-
-    >>> deal_out([(0, 5), (1, 9), (2, 4)], load=[0, 0])
-    {1: 0, 0: 1, 2: 1}
-    """
-    owner: dict[int, int] = {}
-    # Greedy: the largest parameter goes to the rank with the smallest load.
-    for index, size in sorted(sizes, key=lambda entry: (-entry[1], entry[0])):
-        owner[index] = load.index(min(load))
-        load[owner[index]] += size
-    return owner
 
 
 def _assign_starts(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:

@@ -11,7 +11,7 @@ A step, in order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -389,8 +389,11 @@ class OSS(DividedOptimizer):
         self.prepare()
         shard = _state.cut_state_dict(state_dict, self.param_groups, self._shards)
         begun = self._run.begun or bool(state_dict["state"])
-        self.load_parts(shard, state_dict["param_groups"])
+        self.load_parts(shard)
         self._run.begun = begun
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            if "param_names" in loaded:
+                group["param_names"] = list(loaded["param_names"])
 
     # For checkpoints and scaling: see `_optimizers/state_parts.py`.
 
@@ -400,11 +403,10 @@ class OSS(DividedOptimizer):
         parts = _state.slice_parts(packed, self.param_groups, self._shards)
         return [part for part in parts if include_empty or not part.empty], packed
 
-    def load_parts(self, packed: StateDict, groups: Sequence[Mapping[str, object]]) -> None:
+    def load_parts(self, packed: StateDict) -> None:
         """Load this rank's shard, in the format of the state dict of `optim`."""
-        self.optim.load_state_dict(packed)
+        super().load_parts(packed)
         self._run.begin()
-        _state.restore_options(groups, self.param_groups)
 
     def replicate_state(self, names: Sequence[str]) -> _state.ReplicatedOSSState:
         """Return a replica of the named entries of the state, for all parameters."""

@@ -140,13 +140,6 @@ def _describe(held: Sequence[ParamSlice], optim: Optimizer) -> str:
     return json.dumps(described)
 
 
-def restore_options(saved: Sequence[SavedState], groups: Groups) -> None:
-    for group, loaded in zip(groups, saved, strict=True):
-        group.update(copy.deepcopy(options_of(loaded)))
-        if "param_names" in loaded:
-            group["param_names"] = list(loaded["param_names"])
-
-
 def cut_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> StateDict:
     """Return this rank's shard.
 

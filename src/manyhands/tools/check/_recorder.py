@@ -19,6 +19,7 @@ from torch._guards import detect_fake_mode
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands._tensors.flat import local_shard
 from manyhands.scaling import ScalingRuleBase
 from manyhands.tools.check._batches import map_tensors, row_hashes, size_of, tensors_of
 from manyhands.tools.check._feed import NOISE, Feed
@@ -187,15 +188,13 @@ class Recorder:
         self.roots += 1
         prefix = f"model {self.roots}: " if self.roots > 1 else ""
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            parts = [part for part in name.split(".") if part not in WRAPPERS]
-            short = prefix + ".".join(parts)
+            short = prefix + without_wrappers(name)
             if id(tensor) in self.in_modules or self.named.setdefault(short, tensor) is not tensor:
                 continue
             self.in_modules.add(id(tensor))
             if self.feed is not None and short in self.feed.ranks.start:
                 # In a single process, the local tensor is the full tensor.
-                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                local.detach().copy_(self.feed.ranks.start[short])
+                local_shard(tensor).detach().copy_(self.feed.ranks.start[short])
             self.record.start[short] = copy_of(tensor)
         for part in module.modules():
             if isinstance(part, torch.nn.RNNBase) and part.dropout:
@@ -388,7 +387,7 @@ class Recorder:
         if self.stepping or on_trial or detect_fake_mode() is not None:
             return step(optimizer, *args, **named)
         now = self.now
-        self._name_others(optimizer)
+        name_others(optimizer, self.named, self.in_modules)
         for group, rate in zip(optimizer.param_groups, self.rank_step.rates, strict=False):
             group["lr"] = rate
         now.optimizer = id(optimizer)
@@ -417,12 +416,6 @@ class Recorder:
             self.record.complete = True
             self.finish()
 
-    def _name_others(self, optimizer: Any) -> None:
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                if id(p) not in self.in_modules:
-                    self.named.setdefault(f"parameter {i} of group {g}", p)
-
     def _is_done(self) -> bool:
         """Return whether every optimizer made the steps, or is idle."""
         steps = self.record.steps
@@ -436,3 +429,15 @@ class Recorder:
         if min(counts.values()) < self.wanted:
             return False
         return not self.record.idle or len(steps) >= PATIENCE * self.wanted
+
+
+def without_wrappers(path: str) -> str:
+    return ".".join([part for part in path.split(".") if part not in WRAPPERS])
+
+
+def name_others(optimizer: Optimizer, named: Tensors, known: set[int]) -> None:
+    """Name an optimizer's parameters outside modules. `known` has the ids of tensors of modules."""
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in known:
+                named.setdefault(f"parameter {i} of group {g}", p)

@@ -27,7 +27,6 @@ from manyhands.checkpoint._folder import sync
 from manyhands.checkpoint._format import ModelMeta, OptimizerMeta, TensorEntry
 from manyhands.checkpoint._optimizer import decode_dict, saved_options, saved_rule, saved_state
 from manyhands.checkpoint._reader import Reader
-from manyhands.checkpoint._tensor_parts import EXACT_ENTRY
 from manyhands.checkpoint._values import decode
 from manyhands.checkpoint.weights._saving import publish, split_into_files, write_file
 
@@ -154,12 +153,9 @@ def _write_optimizer(
     saved = saved_state(reader.tensors, f"optimizer.{number}", meta["groups"], get_tensor)
     state: dict[int, dict[str, object]] = {}
     for index, name in enumerate(names):
-        if not saved.get(name):
-            continue
-        state[index] = {}
-        for entry, value in saved[name].items():
-            if entry != EXACT_ENTRY:  # unknown to the plain optimizer
-                state[index][entry] = decode(value, get_tensor)
+        if saved.get(name):
+            entries = saved[name].items()
+            state[index] = {entry: decode(value, get_tensor) for entry, value in entries}
     other = decode_dict("rest of an optimizer", meta["other"], get_tensor)
     packed = {**other, "state": state, "param_groups": groups}
     if meta["rule"] is not None:

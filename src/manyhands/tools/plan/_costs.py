@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import add
 
-from manyhands._tensors.flat import in_groups
+from manyhands._tensors.flat import deal_out, in_groups
 from manyhands.blocks.averaging._chunks import PARTS, elements_per_chunk
 from manyhands.blocks.averaging._payload import REPORT
 from manyhands.checkpoint._tensor_parts import LEAST
@@ -490,7 +490,7 @@ def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
     A rank owns complete parameters with their state, P / N in total. The owner receives gradient
     shards and returns shards of the result, which adds 2 G (N-1)/N² bytes.
     """
-    owners = _layout.deal_out([(n, p.elements) for n, p in enumerate(params)], [0] * workers)
+    owners = deal_out([(n, p.elements) for n, p in enumerate(params)], [0] * workers)
     held = [0] * workers
     gradients = [0] * workers
     for number, param in enumerate(params):

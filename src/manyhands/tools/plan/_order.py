@@ -30,6 +30,7 @@ from manyhands.tools.check._processes import Rank, run, run_script, single_threa
 BETWEEN_PAIRS = ("send", "receive")  # differ between ranks by design
 UNEVEN = ("all_to_all",)  # bytes may differ between ranks
 GroupKey: TypeAlias = tuple[tuple[int, ...], int]  # ranks, and a number for equal ranks
+TIMEOUT = 600.0  # seconds
 NAMED = 4  # maximum number of ranks in the name of a group
 
 
@@ -178,7 +179,6 @@ def compare_order(
     world_size: int,
     steps: int = 5,
     fake: bool = True,
-    seconds: float = 600.0,
 ) -> CollectiveOrder:
     """Run a script as ranks 0, 1 and N - 1 until an optimizer takes more than `steps` steps."""
     numbers = tuple(sorted({0, min(1, world_size - 1), world_size - 1}))
@@ -188,11 +188,11 @@ def compare_order(
         out = Path(folder, "run")
         out.mkdir()
         try:
-            found = run(job, len(numbers), out, seconds, forks=len(numbers))
+            found = run(job, len(numbers), out, TIMEOUT, forks=len(numbers))
         finally:
             put_back(out)
         if found.late:
-            raise RuntimeError(f"the script takes longer than {seconds:g} s. Lower --steps.")
+            raise RuntimeError(f"the script takes longer than {TIMEOUT:g} s. Lower --steps.")
         if found.failed:
             last = f"rank {len(numbers) - 1} is rank {numbers[-1]:,} of {world_size:,}"
             reason = found.why(f"In the dry run, in which {last}")

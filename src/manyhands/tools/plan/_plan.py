@@ -23,6 +23,7 @@ from manyhands._arguments import (
 from manyhands._optimizers.wrappers import unwrap
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+from manyhands.sharding.fsdp._places import why_indivisible
 from manyhands.tools.plan._costs import Cost, ModelSizes, costs, hybrid_cost, round_cost, rule_cost
 from manyhands.tools.plan._model import (
     OneOptimizer,
@@ -358,10 +359,8 @@ def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:
     Without a `wrap_size`, the wraps are not checked.
     """
     for name, param in model.named_parameters():
-        if param.dim() == 0:
-            return f"{name} is a scalar, which cannot be divided. Make it a tensor of one element."
-        if not param.numel():
-            return f"{name} has no elements."
+        if problem := why_indivisible(param):
+            return f"{name} {problem}"
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"{name or 'the model'} has sparse gradients. Create it with sparse=False."

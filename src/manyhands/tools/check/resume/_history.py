@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.tools.check._batches import tensors_of
 from manyhands.tools.check._loaders import copy_of
 from manyhands.tools.check._machine import wrap, wrap_step
-from manyhands.tools.check._recorder import WRAPPERS
+from manyhands.tools.check._recorder import name_others, without_wrappers
 from manyhands.tools.check._records import SeenBatch, Tensors
 from manyhands.tools.check.resume._averages import averages_of
 from manyhands.tools.check.resume._records import RankHistory, RankStep, State
@@ -118,8 +118,7 @@ class HistoryRecorder:
     def _add(self, tensors: Tensors, path: str, key: str, tensor: Tensor) -> None:
         if id(tensor) in self.known:
             return
-        parts = [part for part in path.split(".") if part not in WRAPPERS]
-        name = ".".join([*filter(None, parts), key])
+        name = ".".join(filter(None, [without_wrappers(path), key]))
         if name in tensors:
             name = f"model {self.roots}: {name}"
         tensors[name] = tensor
@@ -183,7 +182,7 @@ class HistoryRecorder:
         no_pass = not self.begun and closure is None
         if self.stepping or no_pass or detect_fake_mode() is not None:
             return step(optimizer, *args, **named)
-        self._name_others(optimizer)
+        name_others(optimizer, self.parameters, self.known)
         now = self.now
         now.optimizer = self.optimizers.index(optimizer)
         now.rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
@@ -209,12 +208,6 @@ class HistoryRecorder:
                 now.grads[name] = digest_of(p.grad)
                 if self.made < first + VALUES:
                     now.grad_values[name] = copy_of(p.grad)
-
-    def _name_others(self, optimizer: Optimizer) -> None:
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                if id(p) not in self.known:
-                    self.parameters.setdefault(f"parameter {i} of group {g}", p)
 
     def _init_schedule(self, begin: Any, schedule: Any, *args: Any, **named: Any) -> None:
         self.schedules.append(schedule)

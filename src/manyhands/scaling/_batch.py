@@ -1,6 +1,4 @@
-"""Define options of rules, the size of a step, and protocols of training loops.
-
-A `Loop` determines which pass is the last of a step:
+"""Define the size of a step: `Batch`, and the `Loop` that determines its last pass.
 
     Loop             the declared number of passes is reached (user, `Ramp`, adapter)
     CountingLoop     the data-parallel module averages this pass, which is outside `no_sync()`
@@ -12,31 +10,13 @@ A `Loop` determines which pass is the last of a step:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypedDict, runtime_checkable
-
-import torch.distributed as dist
+from typing import Protocol, runtime_checkable
 
 from manyhands._arguments import real
 from manyhands._optimizers.state_parts import SavedEntries
-from manyhands._optimizers.wrappers import LossScaler
 
 PASSES = "num_gradients_to_accumulate"
 PER_STEP = "It is the number of backward() calls between two step() calls."
-
-
-class RuleOptions(TypedDict, total=False):
-    """Options that every rule accepts by name; see `ScalingRuleBase`."""
-
-    world_size: int | None
-    scale: float | None
-    smoothing: float | None
-    num_gradients_to_accumulate: int | Accumulation
-    is_scaled_loss: bool
-    debias_ewma: bool
-    process_group: dist.ProcessGroup | None
-    grad_scaler: LossScaler | None
-    var_floor: float
-    measure_every: int | None
 
 
 @runtime_checkable
@@ -81,9 +61,6 @@ class Averager(Protocol):
 
 def check_smoothing(smoothing: float) -> float:
     return real("smoothing", smoothing, least=0.0, below=1.0, why="It is the weight of the past.")
-
-
-# -- the size of a step ---------------------------------------------------------------------------
 
 
 class Loop:
