@@ -351,7 +351,7 @@ def _norms_of(quotients: Sequence[Quotient]) -> Sequence[Tensor]:
     return torch._foreach_div(norms, factors)
 
 
-def _sums_of(seconds: Sequence[Tensor]) -> Sequence[Tensor]:
+def _sums_of(seconds: list[Tensor]) -> Sequence[Tensor]:
     if any(second.device.type != "cpu" for second in seconds):
         return torch._foreach_norm(seconds, 1)  # none is negative
     # On a CPU, the norm takes ten times as long as the sum.
