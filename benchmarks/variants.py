@@ -48,7 +48,7 @@ def ruled(rule: Any, optimizer: Make, **options: Any) -> Callable[[nn.Module], T
 
 
 def around(base: str, optimizer: Make, rule: Any, name: str, **options: Any) -> list[Variant]:
-    """Return the base twice, and the rule with one step in four and with every step measured."""
+    """Return the base twice, and the rule with the default and with every step measured."""
     every = ruled(rule, optimizer, measure_every=1, **options)
     return [
         Variant(base, bare(optimizer), base),

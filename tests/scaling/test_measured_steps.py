@@ -166,6 +166,24 @@ def test_one_step_in_four_is_measured_by_default(monkeypatch):
     assert len(set(run("AdaScale", 2, measure_every=1)["gains"])) == STEPS
 
 
+@pytest.mark.parametrize(("passes", "every"), [(2, 8), (3, 5), (4, 4)])
+def test_by_default_fewer_steps_are_measured_with_few_small_batches(passes, every):
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.zeros(2))
+    inner = torch.optim.SGD([param], lr=0.01)
+    optimizer = mh.AdaScale(inner, num_gradients_to_accumulate=passes)
+    noise = []
+    for _ in range(1000 // passes + 5 * every):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            (param @ (1.0 + torch.randn(2)) / passes).backward()
+        optimizer.step()
+        noise.append(optimizer.noise.var_of())
+    settled = 1000 // passes
+    assert len(set(noise[:settled])) == settled
+    assert len(set(noise[settled - 1 :])) == 1 + 5
+
+
 def test_averages_that_would_rest_on_few_steps_are_measured_more_often(monkeypatch):
     monkeypatch.setattr(_noise, "LEAST_STEPS", 5)  # ten steps leave one in two
     gains = run("AdaScale", 2)["gains"]

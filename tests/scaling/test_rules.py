@@ -158,6 +158,7 @@ def test_tiny_second_moments_are_raised_to_a_fraction_of_the_mean(layout):
         (torch.float16, 0.0),
         (torch.float16, 1e-5),
         (torch.complex64, 0.0),
+        (torch.complex64, 1e-5),
     ],
 )
 def test_the_norm_of_half_precision_and_complex_gradients(dtype, floor):

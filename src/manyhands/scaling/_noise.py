@@ -422,6 +422,15 @@ class MeasuredSteps:
         return [self.left, self.passed]
 
 
+def default_steps_between(memory: float) -> int:
+    """Return the default of `measure_every`: 4, or up to 8 if the memory has 60 measured steps.
+
+    >>> default_steps_between(500), default_steps_between(250)
+    (8, 4)
+    """
+    return max(4, min(8, int(memory / 60)))
+
+
 def steps_between(k: int, memory: float, held: float, small_batches: int) -> int:
     """Return the number of steps that a measured step may represent, up to k.
 

@@ -39,7 +39,13 @@ from manyhands._ranks.stop_notice import stop_notice
 from manyhands.scaling._batch import Batch
 from manyhands.scaling._binding import Binding
 from manyhands.scaling._hooks import PlainNorm
-from manyhands.scaling._noise import History, NoiseAverage, NormSums, steps_between
+from manyhands.scaling._noise import (
+    History,
+    NoiseAverage,
+    NormSums,
+    default_steps_between,
+    steps_between,
+)
 from manyhands.scaling._payload import RankReport, SentStep, StepObserver
 from manyhands.scaling._step import Measurement
 
@@ -84,7 +90,7 @@ class RuleCore:
     ranks: RankGroup = field(default_factory=RankGroup)
     history: History = field(default_factory=lambda: History(NoiseAverage(0)))
     inner: Optimizer | None = None
-    measure_every: int = 1  # steps
+    measure_every: int | None = None  # steps; None: depends on the memory of the averages
     reports: Sequence[RankReport] = ()  # of the last completed step
     _previewed: SentStep | None = None  # the current step, if `current` has read it
 
@@ -234,7 +240,9 @@ class RuleCore:
             return 1
         smoothing = batch.smoothing_for(batch.scale_for(batch.passes))
         held = history.average.steps_held(smoothing)
-        return steps_between(self.measure_every, 1.0 / (1.0 - smoothing), held, passes)
+        memory = 1.0 / (1.0 - smoothing)
+        every = self.measure_every or default_steps_between(memory)
+        return steps_between(every, memory, held, passes)
 
 
 class ScaledOptimizer(OptimizerWrapper):

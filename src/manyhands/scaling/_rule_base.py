@@ -117,10 +117,11 @@ class ScalingRuleBase(ScaledOptimizer):
             before `step()`. Otherwise, `scaler.step(optimizer)` provides the loss scale.
         var_floor: lower bound of the averaged noise, 1e-6 by default. If squared gradient norms are
             this small, lower the floor or multiply the loss.
-        measure_every: steps per measurement once the averages contain their full memory, 4 by
-            default. 1 measures every step; this is the default in `AdaptiveDataParallel`, and
-            always applies with a `Ramp` or with one pass on one worker. Measurements are more
-            frequent where the averages would contain less than 100 small batches or four steps.
+        measure_every: steps per measurement once the averages contain their full memory. The
+            default is 4, or 8 with two small batches per step and 5 with three. 1 measures every
+            step; this is the default in `AdaptiveDataParallel`, and always applies with a `Ramp` or
+            with one pass on one worker. Measurements are more frequent where the averages would
+            contain less than 100 small batches or four steps.
     """
 
     @explained
@@ -169,7 +170,7 @@ class ScalingRuleBase(ScaledOptimizer):
             "smoothing": batch.smoothing_for(scale),
             "debias_ewma": float(self._debias_ewma),
             "var_floor": self._var_floor,
-            "measure_every": float(self._core.measure_every),
+            "measure_every": float(self._core.measure_every or 0),
             "number of parameter groups": len(self.param_groups),
         }
 
@@ -218,7 +219,9 @@ class ScalingRuleBase(ScaledOptimizer):
         params = params_of(optimizer.param_groups)
         core.ranks = rank_group_of(params, group, core.world_size)
         batch.workers = core.ranks.size
-        core.measure_every = self._measure_every or (1 if batch.loop.counts else 4)
+        core.measure_every = self._measure_every
+        if batch.loop.counts and self._measure_every is None:
+            core.measure_every = 1
         core.inner = optimizer
         core.history.factors = (1.0,) * len(optimizer.param_groups)
         try:
