@@ -61,6 +61,7 @@ ON_EIGHT: dict[str, dict[str, Options]] = {
     EIGHT.name: {
         "DiLoCo, H = 32": ("DiLoCo", 32, {}),
         "DiLoCo, H = 160, ternary": ("DiLoCo", 160, {"codec": "ternary"}),
+        **FEW_BYTES,
     },
     EIGHT_MUON.name: {
         "DiLoCo, H = 160 in 5 fragments, ternary": ("DiLoCo", 160, TERNARY_IN_FIVE),
