@@ -40,3 +40,17 @@ def test_ranks_and_passes_have_each_sample_once(samples, ranks, most, in_turns):
 def test_a_step_is_uneven_on_some_pass_unless_all_are_equal(samples, ranks, most):
     passes = [e for r in range(ranks) for e, _ in divide_step(((0, samples),), r, ranks, most)]
     assert any(each.uneven for each in passes) == (len({e.samples for e in passes}) > 1)
+
+
+@hypothesis.given(
+    st.integers(0, 60), st.integers(1, 8), st.integers(1, 8), st.none() | st.integers(1, 7)
+)
+def test_fewer_ranks_take_the_micro_batches_of_all_ranks(samples, ranks, parts, most):
+    step = ((0, samples),)
+    full = [own for part in range(parts) for own in divide_step(step, part, parts, most)]
+    divided = [divide_step(step, rank, ranks, most, parts=parts) for rank in range(ranks)]
+    found = [own for rank in divided for own in rank]
+    assert sorted(spans for _, spans in found if spans) == sorted(s for _, s in full if s)
+    assert {len(rank) for rank in divided} == {len(full) // parts * -(-parts // ranks)}
+    assert {each.not_empty for each, _ in found} == {each.not_empty for each, _ in full}
+    assert {each.ranks for each, _ in found} == {ranks}

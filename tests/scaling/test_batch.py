@@ -34,6 +34,14 @@ def test_the_default_smoothing_is_fairscales_or_where_passes_are_counted_adaptdl
     assert counted.smoothing_for(float(workers)) == pytest.approx(0.999**workers)
 
 
+def test_small_batches_of_a_full_step_do_not_depend_on_the_present_workers():
+    full = Batch(4, 3)
+    fewer = Batch(1, 6, small_batches=12)  # two of four workers take twice as many passes
+    assert fewer.scale_for(6) == full.scale_for(3)
+    assert fewer.scale_for(3) == full.scale_for(3) / 2
+    assert fewer.smoothing_for(12.0) == full.smoothing_for(12.0)
+
+
 def test_a_smoothing_that_was_set_is_kept_until_none_is_set():
     batch = Batch()
     batch.set_smoothing(0.5)

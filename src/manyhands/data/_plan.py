@@ -10,6 +10,10 @@ A step of n samples is divided among W ranks, with up to m samples in a pass:
     rank r has the samples from  n r / W  to  n (r + 1) / W  (rounded down)
     all ranks take  k = ceil(ceil(n / W) / m)  passes, and divide their part into k in the same way
 
+If the number of ranks changes during a run (`mh.start(survive=True)`), a step with a given m keeps
+its micro-batches: it is divided into P *parts* for the P ranks of the full run, and rank r of W has
+the parts r, r + W, r + 2 W, ...
+
 If there are fewer samples than ranks or passes, some passes are empty. For these, the rank receives
 a sample of the step as a *filler* with weight zero, because the model must take part in the step.
 
@@ -59,39 +63,67 @@ class Pass:
 
 
 def divide_step(
-    step: Spans, rank: int, ranks: int, most: int | None, *, in_turns: bool = False
+    step: Spans,
+    rank: int,
+    ranks: int,
+    most: int | None,
+    *,
+    parts: int | None = None,
+    in_turns: bool = False,
 ) -> list[tuple[Pass, Spans]]:
     """Return this rank's passes, each with its positions.
 
-    With `in_turns`, ranks take turns at the samples instead of having ranges.
+    With `in_turns`, ranks take turns at the samples instead of having ranges. `parts` is the number
+    of ranks of the full run.
 
     >>> [(each.samples, spans) for each, spans in divide_step(((0, 10),), 1, 2, most=3)]
     [(2, ((5, 7),)), (3, ((7, 10),))]
     """
-    n = count(step)
-    start = n * rank // ranks
-    stop = n * (rank + 1) // ranks
-    if in_turns:
-        positions = positions_in(step)[rank::ranks]
-        rest: Spans = tuple((position, position + 1) for position in positions)
-        start = 0
-        stop = len(rest)
-    else:
-        rest = take(step, start)[1] if start else step
+    parts = parts or ranks
+    own: list[Spans] = []
+    for turn in range(turns(parts, ranks)):
+        own.append(_part_of(step, rank + turn * ranks, parts, in_turns))
+    sizes = tuple(map(count, own))
     divided = []
-    for each in _passes_of_rank(n, stop - start, ranks, most):
+    rest: Spans = tuple(chain.from_iterable(own))
+    for each in _passes_of_rank(count(step), sizes, ranks, parts, most):
         spans, rest = take(rest, each.samples)
         divided.append((each, spans))
     return divided
 
 
+def _part_of(step: Spans, part: int, parts: int, in_turns: bool) -> Spans:
+    if part >= parts:
+        return ()
+    if in_turns:
+        return tuple((position, position + 1) for position in positions_in(step)[part::parts])
+    n = count(step)
+    start = n * part // parts
+    stop = n * (part + 1) // parts
+    rest = take(step, start)[1] if start else step
+    return take(rest, stop - start)[0]
+
+
 @lru_cache(maxsize=64)  # nearly all steps have equal sizes
-def _passes_of_rank(n: int, own: int, ranks: int, most: int | None) -> list[Pass]:
-    passes = number_of_passes(n, ranks, most)
-    counts = tuple(b - a for a, b in pairwise(own * i // passes for i in range(passes + 1)))
-    sizes = (n // ranks + (r < n % ranks) for r in range(ranks))
+def _passes_of_rank(
+    n: int, own: tuple[int, ...], ranks: int, parts: int, most: int | None
+) -> list[Pass]:
+    passes = number_of_passes(n, parts, most)
+    counts: list[int] = []
+    for size in own:
+        counts += (b - a for a, b in pairwise(size * i // passes for i in range(passes + 1)))
+    sizes = (n // parts + (part < n % parts) for part in range(parts))
     not_empty = sum(min(passes, size) for size in sizes)
-    return [Pass(each, i, counts, n, not_empty, ranks) for i, each in enumerate(counts)]
+    return [Pass(each, i, tuple(counts), n, not_empty, ranks) for i, each in enumerate(counts)]
+
+
+def turns(parts: int, ranks: int) -> int:
+    """Return the number of parts of a rank.
+
+    >>> turns(parts=4, ranks=3)
+    2
+    """
+    return -(-parts // ranks)
 
 
 def number_of_passes(samples: int, ranks: int, most: int | None) -> int:
@@ -118,6 +150,7 @@ class LoaderPlan:
         self._account = account
         self._number = number
         self._ranks = ranks
+        self._parts: int | None = None  # ranks of the full run, if a step keeps its micro-batches
         self._most = most
         self._shards = shards
         self._seen = -1  # the account's `changes` of the plan
@@ -134,10 +167,16 @@ class LoaderPlan:
         """Return the number of passes per rank in an epoch with a single worker."""
         batch = self._rules["batch"]
         whole, rest = divmod(self._rules["samples"], batch)
-        passes = whole * number_of_passes(batch, self._ranks.size, self._most)
+        passes = whole * self.passes_of(batch)
         if rest and not self._rules["drop_last"]:
-            passes += number_of_passes(rest, self._ranks.size, self._most)
+            passes += self.passes_of(rest)
         return passes
+
+    def passes_of(self, samples: int) -> int:
+        """Return the number of passes in a step of this number of samples."""
+        ranks = self._ranks.size
+        parts = self._parts or ranks
+        return number_of_passes(samples, parts, self._most) * turns(parts, ranks)
 
     def next_pass(self) -> Pass:
         now = self._passes.popleft()
@@ -151,6 +190,11 @@ class LoaderPlan:
         if self.steps_left is None:
             return count(self._rest) >= self._rules["batch"]
         return self.steps_left > 0
+
+    def change_ranks(self, ranks: RankGroup, parts: int) -> None:
+        self._ranks = ranks
+        self._parts = None if self._most is None else parts
+        self.begin()
 
     # -- changes of the account ----------------------------------------------------------------
 
@@ -227,6 +271,7 @@ class LoaderPlan:
                 self._ranks.rank,
                 self._ranks.size,
                 self._most,
+                parts=self._parts,
                 in_turns=self._shards is not None,
             )
             for each, spans in passes:

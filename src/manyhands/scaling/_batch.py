@@ -105,6 +105,8 @@ class Batch:
     loss_is_divided: bool = True
     scale_is_explicit: bool = False  # set in this run
     smoothing_is_explicit: bool = False
+    # Small batches of a full step, if they do not depend on the present workers.
+    small_batches: int | None = None
 
     def scale_for(self, passes: int) -> float:
         if self.scale is not None:
@@ -113,7 +115,16 @@ class Batch:
             return self.scale * (passes / self.passes)
         if self.scale_per_pass is not None:
             return self.scale_per_pass * passes
+        if self.small_batches is not None:
+            return self.small_batches * passes / self.passes
         return float(self.workers * passes)
+
+    @property
+    def gradients(self) -> int:
+        """The number of small gradients in a full step."""
+        if self.small_batches is not None:
+            return self.small_batches
+        return self.workers * self.passes
 
     def begin_step(self) -> None:
         self.set_passes(self.loop.passes() or self.passes)
@@ -137,7 +148,8 @@ class Batch:
             return self.smoothing
         if self.loop.counts:
             return float((1.0 - 1.0 / self.memory) ** scale)
-        return max(1.0 - self.workers * (self.short or self.passes) / self.memory, 0.0)
+        small_batches = self.gradients * (self.short or self.passes) / self.passes
+        return max(1.0 - small_batches / self.memory, 0.0)
 
     def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
         self.scale = scale
