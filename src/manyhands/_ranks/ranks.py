@@ -42,7 +42,20 @@ FIRST_ROUND = 512  # bytes of a text in the first all_gather
 SENT_ALONE = 65_536  # elements: larger tensors are broadcast separately, without a copy
 JOIN = "Call manyhands.start(), or torch.distributed.init_process_group(), before this."
 
+# Whether the members of the default group change. Then only `engines/survive` exchanges messages in
+# this group, and other parts work as on a single rank.
+_elastic = False
 _settled = False  # whether this process has a process group or has received a warning
+
+
+def let_members_change() -> None:
+    """Note that the members of the default group change."""
+    global _elastic
+    _elastic = True
+
+
+def members_change() -> bool:
+    return _elastic
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,7 @@ class RankGroup:
         if ready:
             size = dist.get_world_size(group)
             rank = dist.get_rank(group)
-        if world_size == 1:
+        if world_size == 1 or (_elastic and group is None):
             return cls()
         _warn_if_alone(ready)
         if world_size is not None and world_size != size:

@@ -39,6 +39,27 @@ def random_state() -> dict[str, Tensor]:
     return state
 
 
+class RandomSnapshot:
+    """A fast `random_state` that is not saved."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._torch = torch.get_rng_state()
+        self._device = _device_in_use()
+        if self._device is not None:
+            self._device_state = self._device[1].get_rng_state()
+        numpy = _numpy_random()
+        self._numpy = None if numpy is None else numpy.get_state()
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if self._device is not None:
+            self._device[1].set_rng_state(self._device_state)
+        if self._numpy is not None:
+            _numpy_random().set_state(self._numpy)
+
+
 def check_random_state(state: dict[str, Tensor]) -> None:
     """Raise ValueError if a state is invalid, without changing a generator."""
     numpy = _numpy_random()

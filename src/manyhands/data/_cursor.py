@@ -69,6 +69,16 @@ class CursorBlocks(Protocol):
         """Run a sync round, on all workers after equal numbers of steps."""
 
 
+class StepGuard(Protocol):
+    """The interface of `mh.start(survive=True)` for a cursor."""
+
+    def between_steps(self) -> bool:
+        """Prepare the next step. Return whether the cursor must divide the samples again."""
+
+    def begin_step(self) -> None:
+        """Note that the loop receives the first batch of a step."""
+
+
 class BaseCursor:
     """Base class of the data loaders that `manyhands.Cursor` makes.
 
@@ -82,7 +92,7 @@ class BaseCursor:
     _dataset: Any
     _described: str  # for `repr`
     _batch: int
-    _usual_passes: int
+    usual_passes: int  # in a full step
     _num_workers: int
     _drop_last: bool
     _collate_fn: Any
@@ -101,7 +111,8 @@ class BaseCursor:
                 handle = innermost.register_step_post_hook(weak_hook(self._commit))
                 weakref.finalize(self, handle.remove)
         self._ranks = ranks or RankGroup.of(group)
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        self.guard: StepGuard | None = None  # decides whether steps are repeated
         self._now: Pass | None = None  # the current pass of the loop
         self._mean: WeightedMean | None = None  # of the current step
         self._mean_due = False  # whether the current batch still needs `mean`
@@ -150,7 +161,7 @@ class BaseCursor:
     @property
     def passes(self) -> int:
         """The number of backward passes in the current step on every rank."""
-        return self._usual_passes if self._now is None else len(self._now.counts)
+        return self.usual_passes if self._now is None else len(self._now.counts)
 
     @property
     def last_pass(self) -> bool:
@@ -174,7 +185,7 @@ class BaseCursor:
         if now is not None and self._mean_due and now.index == 0:
             self._mean = WeightedMean.of_known(
                 now.counts,
-                self._optimizer,
+                self.optimizer,
                 ranks=self._ranks.size,
                 total=now.step_samples,
                 not_empty=now.not_empty,
@@ -247,7 +258,7 @@ class BaseCursor:
 
         A worker that has just joined a crew keeps the crew's position.
         """
-        if self._iterated:
+        if self._iterated and self.guard is None:
             raise RuntimeError(
                 "this Cursor is in use by a loop. Load its state before the loop starts."
             )
@@ -289,9 +300,10 @@ class MapCursor(BaseCursor):
         if self._blocks is not None:
             self._account = self._blocks.account
             self._number = self._blocks.number
+        self.keep = arguments["keep"]
         most = arguments["max_local_batch_size"]
-        self._one_pass = most is None
-        self._usual_passes = number_of_passes(self._batch, self._ranks.size, most)
+        self._most = most
+        self.usual_passes = number_of_passes(self._batch, self._ranks.size, most)
         shards = dataset if isinstance(dataset, DataShards) else None
         self._plan = LoaderPlan(self._rules, self._account, self._number, self._ranks, most, shards)
         # A separate generator, because torch's loader draws numbers, and a resumed run must draw
@@ -313,6 +325,10 @@ class MapCursor(BaseCursor):
     def epoch(self) -> int:
         return self._account.ledger.epoch
 
+    def describe(self) -> str:
+        """Return the rules of the cursor, which are equal on all ranks."""
+        return str(self._rules)
+
     @property
     def position(self) -> int:
         return self._account.ledger.committed
@@ -329,14 +345,33 @@ class MapCursor(BaseCursor):
             yield batch
         self._end_epoch()
 
+    def micro_batches(self, ranks: int) -> int:
+        """Return the number of micro-batches of a full step on this number of ranks."""
+        return ranks * number_of_passes(self._batch, ranks, self._most)
+
+    def change_ranks(self, ranks: RankGroup, expected: int) -> None:
+        """Divide the samples among these ranks, from the last trained sample on.
+
+        `expected` is the number of ranks of the full run.
+        """
+        self._ranks = ranks
+        self._account.forget_step()
+        self._plan.change_ranks(ranks, expected)
+        self.usual_passes = self._plan.passes_of(self._batch)
+
     @contextmanager
     def ahead(self) -> Iterator[Iterator[Any]]:
+        if self.guard is not None:
+            raise ValueError(
+                "survive=True does not support Ramp, because a repeated step could have another "
+                "number of batches. Iterate over the Cursor itself."
+            )
         if self._blocks is not None:
             raise ValueError(
                 "a Ramp cannot change the batch of a Cursor in blocks, which assigns the samples "
                 "before each block. Pass the Ramp a DataLoader of this worker's samples."
             )
-        if not self._one_pass:
+        if self._most is not None:
             raise ValueError(
                 "a Ramp sets the number of passes per step. Create the Cursor without "
                 "max_local_batch_size."
@@ -349,12 +384,16 @@ class MapCursor(BaseCursor):
         """Yield this rank's batches as they are loaded. `begin_batch` counts received batches."""
         # Batches of an earlier loop that were not trained are repeated.
         self._account.forget_step()
-        if self._blocks is None:
+        if self._blocks is None and self.guard is None:
             agree(self._ranks, {"position": self._account.ledger.state()}, ADVICE)
         self._plan.begin()
         batches: Iterator[Any] | None = None
         end = object()
         while True:
+            if self.guard is not None and (self._now is None or self._now.last):
+                if self.guard.between_steps():
+                    batches = None
+                self._now = None
             if self._plan.has_changed():
                 batches = None  # a different worker may hold the loaded samples
             if batches is None:
@@ -391,13 +430,15 @@ class MapCursor(BaseCursor):
 
     def begin_batch(self) -> Pass:
         now = self._plan.next_pass()
+        if self.guard is not None and now.index == 0:
+            self.guard.begin_step()
         self._now = now
         self._mean_due = True
         if now.index == 0:
             self._mean = None
         if now.last:
             self._account.add_to_step(now.step_samples)
-            if self._optimizer is None:
+            if self.optimizer is None:
                 self._commit()
         return now
 

@@ -128,7 +128,7 @@ class StreamCursor(BaseCursor):
         if arguments["keep"] == "micro":
             self._batch = batch_size * size
         self._described = f"shards={dataset.num_shards}"
-        self._usual_passes = 1
+        self.usual_passes = 1
         self._dataset = dataset
         self._collate_fn = options.pop("collate_fn", default_collate)
         rank = self._ranks.rank
@@ -203,7 +203,7 @@ class StreamCursor(BaseCursor):
             self._now = Pass(samples, 0, (samples,), total, not_empty, len(counts))
             self._mean = None
             self._mean_due = True
-            if self._optimizer is None:
+            if self.optimizer is None:
                 self._commit()
             yield batch
 

@@ -15,4 +15,5 @@ Engines are torchrun, `manyhands run`, Ray Train, Slurm, submitit, Open MPI and 
     _stopping.py    stop notices, and `mh.stopping`
     _hanging.py     end a process that hangs after a stop notice
     _job.py         `mh.start` and `Job`
+    survive/        synchronous training that survives lost ranks
 """

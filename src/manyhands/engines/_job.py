@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,17 @@ from manyhands._ranks.dry_run import dry_group
 from manyhands._ranks.stop_notice import stop_notice
 from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks.crew._crew import Crew
-from manyhands.checkpoint import folder_at
+from manyhands.checkpoint import _as_list, folder_at
 from manyhands.checkpoint import load as load_checkpoint
 from manyhands.checkpoint import save as save_checkpoint
 from manyhands.checkpoint._folder import RUN_VARIABLE, to_path
-from manyhands.checkpoint._values import HasState
+from manyhands.checkpoint._values import HasState, RunObjects
 from manyhands.engines import _ray
 from manyhands.engines._places import Place, find_place, find_worker_number
 from manyhands.engines._stopping import listener
+
+if TYPE_CHECKING:
+    from manyhands.engines.survive._steps import SurvivingRun
 
 RESTART = 75  # EX_TEMPFAIL: torchrun's agent restarts the process
 STOP_CODE_VARIABLE = "MANYHANDS_STOP_CODE"  # the exit code after a stop notice; default 0
@@ -44,6 +47,7 @@ def start(
     *,
     checkpoints: str | os.PathLike[str] = "run",
     process_group: bool = True,
+    survive: bool = False,
 ) -> Job:
     """Join the other ranks of this run under any engine, and return the job.
 
@@ -68,9 +72,13 @@ def start(
             in Ray's storage.
         process_group: False does not create a process group. `start` then only sets the variables
             that `init_process_group` reads (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+        survive: whether the other ranks continue if a rank is lost, without a restart. Each rank is
+            a worker of `manyhands run`. `Job.load` joins the other ranks: see `Job.load`.
     """
     folder = to_path(checkpoints)
     listener.start()
+    if survive:
+        return _start_surviving(folder, backend)
     if _ray.is_ray_worker():
         place = Place("ray", *_ray.place_of_ray())
         if _ray.notice_of_ray not in stop_notice.sources:
@@ -93,10 +101,39 @@ def start(
     return Job(place, folder)
 
 
+def _start_surviving(folder: Path, backend: str | None) -> Job:
+    # Imported here, because other runs do not need these modules.
+    from manyhands.engines.survive._group import check_torch
+    from manyhands.engines.survive._start import start_alone
+
+    check_torch()
+    place = find_place(os.environ)
+    if place.world_size > 1 and os.environ.get("MANYHANDS_STORE"):
+        raise ValueError(
+            "survive=True needs workers with a single process, got workers with "
+            f"{place.world_size}. Replace --processes by --workers."
+        )
+    if place.world_size > 1:
+        raise RuntimeError(
+            "survive=True needs a store that outlives the ranks, but this run was started by "
+            f"{place.engine}. Start the script with `manyhands run --workers {place.world_size}`, "
+            "or set MANYHANDS_STORE, MANYHANDS_SECRET and MANYHANDS_WORKER in each process."
+        )
+    crew = Crew()
+    start_alone(crew, backend or _default_backend())
+    job = Job(Place(place.engine, crew.number, crew.expected), folder)
+    job.crew = crew
+    job._survives = True
+    return job
+
+
+def _default_backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
 def _make_process_group(place: Place, backend: str | None) -> None:
     """Create torch's default group, and destroy it when Python exits."""
-    if backend is None:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = backend or _default_backend()
     # Without device_id, which would split NCCL's communicator for each new group: then all ranks
     # must call new_group, and groups with use_local_synchronization would hang.
     if place.world_size == 1:  # needs no port
@@ -125,13 +162,17 @@ class Job:
 
     def __init__(self, place: Place, checkpoints: Path) -> None:
         self._checkpoints = checkpoints
+        self._survives = False
+        self._run: SurvivingRun | None = None  # set by `load` if this run survives lost ranks
         self.engine = place.engine
         """The engine: "torchrun", "manyhands", "ray", "slurm", "submitit", "mpi", "kubeflow",
         "none", or "variables" if only torch's variables such as RANK are set."""
         self.rank = place.rank
-        """The rank of this process among the processes that train a model together."""
+        """The rank of this process among the processes that train a model together. With
+        `survive=True`, the number of this worker."""
         self.world_size = place.world_size
-        """The number of processes that train a model together."""
+        """The number of processes that train a model together. With `survive=True`, the expected
+        number."""
         self.local_rank = place.local_rank
         """The rank among the processes of this host, which selects the GPU."""
         self.local_world_size = place.local_world_size
@@ -204,6 +245,8 @@ class Job:
         """
         optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         self._claim_folder()
+        if self._run is not None:
+            self._run.restore()  # after a failed step
         # Read before this worker leaves the crew. A joiner of the last round does not call this
         # save.
         saves = self.crew is None or self.crew.rank == self.crew.source
@@ -243,14 +286,31 @@ class Job:
 
         Call it on every worker of a crew. A worker that joins a running crew preserves the state
         received from the crew: see `load`.
+
+        With `start(survive=True)`, this call joins the other ranks, with or without a checkpoint.
+        Pass all objects with state, including the `Cursor`: ranks that join receive their state,
+        and repeated steps restore it.
         """
         self._claim_folder()
+        loaded = True
+        found = {}
         try:
-            return load_checkpoint(
+            found = load_checkpoint(
                 self.folder, model=model, optimizer=optimizer, scheduler=scheduler, **values
             )
         except FileNotFoundError:
-            return {}
+            loaded = False
+        if self._survives:
+            self._join(RunObjects(model, _as_list(optimizer), _as_list(scheduler), values), loaded)
+        return found
+
+    def _join(self, objects: RunObjects, loaded: bool) -> None:
+        from manyhands.engines.survive._start import join_run
+
+        if self._run is not None:
+            raise RuntimeError("this rank has joined the run already. Call load() once.")
+        assert self.crew is not None
+        self._run = join_run(self.crew, objects, loaded=loaded)
 
     def _claim_folder(self) -> None:
         """Lock the folder for this crew's run, or raise."""
@@ -282,7 +342,9 @@ class Job:
         code = self._stop_code
         if self.engine == "torchrun" and not stop_notice.received:
             code = RESTART
-        if dist.is_initialized():
+        if self._run is not None:
+            self._run.leave()
+        elif dist.is_initialized():
             dist.destroy_process_group()
         listener.call_earlier_handler()
         sys.exit(code)

@@ -24,7 +24,7 @@ possible:
 
     a scaling rule   the collective of every step; all ranks know when `step` returns
     blocks           the report of each worker in a sync round; all stop at the end of the round
-    a crew           no message: a worker leaves alone
+    a crew           no message: a worker leaves alone, also with `mh.start(survive=True)`
     otherwise        `StopVote`: a sum of a single number during the next step
 
 A vote starts after a step and is read after the next step, so no rank waits: a notice in step k
@@ -53,7 +53,7 @@ from torch.optim import Optimizer
 from manyhands._arguments import number_in
 from manyhands._optimizers.wrappers import OptimizerWrapper, find_layer, gradient_ranks
 from manyhands._ranks.presence import explained
-from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup, members_change
 from manyhands._ranks.stop_notice import stop_notice
 from manyhands.engines._hanging import HangWatch
 
@@ -210,6 +210,8 @@ def stopping(
     listener.start()
     wanted = stop_notice.received
     stop_notice.read = stop_notice.read or wanted
+    if members_change():  # this rank leaves alone
+        return wanted
     layer = None if optimizer is None else find_layer(optimizer, OptimizerWrapper)
     if layer is not None:
         answer = layer.stop_agreed()

@@ -114,6 +114,14 @@ class RuleCore:
         self.binding = Binding(inner)
         self.history.average = average
 
+    def change_ranks(self, ranks: RankGroup, small_batches: int, passes: int) -> None:
+        """Continue on other ranks, with this number of small batches and passes per step."""
+        assert self.inner is not None
+        self.ranks = ranks
+        self.batch.set_passes(passes)
+        self.batch.small_batches = small_batches
+        self.measurement.change_ranks(ranks, self.inner.param_groups)
+
     # -- between backward and step -----------------------------------------------------------
 
     @property
@@ -235,7 +243,7 @@ class RuleCore:
         # A `Ramp` reads every step, and consecutive or non-finite gradients require every step.
         batch = self.batch
         history = self.history
-        passes = batch.passes * batch.workers
+        passes = batch.gradients
         if self.reporter.observer is not None or history.nonfinite_in_a_row or passes == 1:
             return 1
         smoothing = batch.smoothing_for(batch.scale_for(batch.passes))

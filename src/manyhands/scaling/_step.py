@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -167,6 +168,16 @@ class Measurement:
         self._unsharded = unsharded_parameters(self._params)
         self.hooks.attach(self._params, self._unsharded)
         self.clear()
+
+    def change_ranks(self, ranks: RankGroup, param_groups: Sequence[ParamGroup]) -> None:
+        self.ranks = ranks
+        self.exchange = StepExchange(ranks)
+        self.hook(param_groups)
+
+    @property
+    def pending_work(self) -> dist.Work | None:
+        """The step's collective, if it has begun."""
+        return None if self.step.sent is None else self.step.sent.pending.work
 
     def measures(self, param_groups: Sequence[ParamGroup]) -> bool:
         pairs = zip(params_of(param_groups), self._params, strict=False)

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from manyhands._arguments import shown
 from manyhands._optimizers.foreign import find_prepared
 from manyhands._optimizers.wrappers import gradient_ranks, params_of, unwrap
-from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup, members_change
 from manyhands.scaling._rule_base import rule_of
 
 
@@ -76,6 +76,11 @@ class WeightedMean:
         *,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
+        if members_change():
+            raise RuntimeError(
+                "survive=True does not support WeightedMean, whose counts cannot be exchanged. "
+                "Use cursor.mean()."
+            )
         ranks = None if optimizer is None else gradient_ranks(optimizer)
         if ranks is None:
             ranks = RankGroup.of(process_group)

@@ -31,10 +31,12 @@ training state belongs to the caller.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -60,7 +62,12 @@ from manyhands.blocks.crew._store import (
     next_pause,
     parse_address,
 )
-from manyhands.blocks.crew._transport import GlooTransport, StoreConnection, check_interface
+from manyhands.blocks.crew._transport import (
+    GlooTransport,
+    StoreConnection,
+    Transport,
+    check_interface,
+)
 from manyhands.errors import StoreLost, WorkerLost
 
 PATIENCE = 600.0  # seconds, default
@@ -73,6 +80,15 @@ JOINED_ALREADY = (
 )
 
 Number = TypeVar("Number", int, float)
+
+
+class Outlook(NamedTuple):
+    """Changes since the current generation began."""
+
+    generation: int
+    over: bool  # a member is lost, or the generation has ended
+    waiting: bool = False  # a process waits to join
+    closed_after: float = math.inf  # the fewest steps of a member that is done
 
 
 class Crew:
@@ -117,7 +133,7 @@ class Crew:
     ) -> None:
         self.inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         self.store = store or os.environ.get("MANYHANDS_STORE") or None
-        self._connection: StoreConnection | None = None
+        self.connection: StoreConnection | None = None
         if self.store:
             parse_address(self.store)  # raises if malformed
             if number is None and not os.environ.get("MANYHANDS_WORKER"):
@@ -147,9 +163,11 @@ class Crew:
         self._set_members(0, ())
         self._round = 0  # index of the current round of this generation
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
-        self._transport: GlooTransport | None = None
+        self._transport: Transport | None = None
+        # Connects the members of a generation.
+        self.connect: Callable[..., Transport] = GlooTransport
         if self.store:
-            self._connection = StoreConnection(self.store, Signer.from_environment(secret))
+            self.connection = StoreConnection(self.store, Signer.from_environment(secret))
 
     def _set_members(
         self,
@@ -182,7 +200,7 @@ class Crew:
     @property
     def ignored(self) -> int:
         """Number of values in the store that this worker ignored as invalid."""
-        return 0 if self._connection is None else self._connection.signer.ignored
+        return 0 if self.connection is None else self.connection.signer.ignored
 
     # -- joining and leaving -------------------------------------------------------------------
 
@@ -194,12 +212,12 @@ class Crew:
         """
         if self.members or self._enrollment is not None:
             raise RuntimeError(JOINED_ALREADY)
-        if self._connection is None:
+        if self.connection is None:
             self._begin_alone()
             return
         check_interface()
         try:
-            self._enroll(self._connection, facts)
+            self._enroll(self.connection, facts)
             # Other members need not wait for a heartbeat if a script ends without leave().
             atexit.register(self.drop_out)
             self._enter(version)
@@ -231,13 +249,13 @@ class Crew:
 
     def regroup(self, version: Version) -> None:
         """Form the next generation with all living members and all waiting processes."""
-        if self._connection is None:
+        if self.connection is None:
             self._begin_alone()
             return
         began = time.monotonic()
         while True:
             if self._joined().cut_off:
-                self._return_to_store(self._connection)
+                self._return_to_store(self.connection)
             try:
                 self._enter(version)
                 break
@@ -347,6 +365,23 @@ class Crew:
                 awaited = True
         self.regroup_due = self.regroup_due or awaited
         return awaited
+
+    def look(self) -> Outlook:
+        """Look for lost members and waiting processes, outside a round."""
+        enrollment = self._enrollment
+        if enrollment is None:
+            return Outlook(self.generation, over=False)
+        generation = self.generation
+        roster = enrollment.shared.refresh()
+        over = roster.generation != generation or roster.ended or bool(self._lost(roster))
+        waiting = roster.present(enrollment.shared.silent)
+        closed_after = min((member.steps for member in roster.closing), default=math.inf)
+        return Outlook(generation, over, bool(waiting) and not over, closed_after)
+
+    def note_progress(self) -> None:
+        """Note that a loss of all workers costs work, as after a sync round."""
+        if self._enrollment is not None:
+            self._enrollment.shared.change(lambda roster: replace(roster, synced=True))
 
     def begin_blocks(self) -> None:
         """Discard measured durations after a warm-up, in which rounds follow every step."""
@@ -524,10 +559,10 @@ class Crew:
             self._transport = None
 
     def _connect(self) -> bool:
-        if self.size == 1 or self._connection is None:
+        if self.size == 1 or self.connection is None:
             return True
         prefix = f"{PREFIX}group/{self.generation}/{self.inner.rank}"
-        transport = GlooTransport(self._connection, prefix, self.rank, self.size, self.patience)
+        transport = self.connect(self.connection, prefix, self.rank, self.size, self.patience)
         self._transport = transport
         try:
             # Unlike a join of the thread, `wait` detects members that die before connecting.
@@ -538,7 +573,7 @@ class Crew:
             connected = transport.group is not None
         if not connected:
             self._disconnect()
-        self._connection.count_failure(connected, transport.error, self.number)
+        self.connection.count_failure(connected, transport.error, self.number)
         return connected
 
 

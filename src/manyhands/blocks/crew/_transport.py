@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore
@@ -40,6 +41,22 @@ from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, own
 CONNECT_TIMEOUT = 30.0  # seconds within which all members must connect
 
 log = logging.getLogger("manyhands")
+
+
+class Transport(Protocol):
+    """Connects the members of a generation."""
+
+    group: dist.ProcessGroup | None  # set after all members have connected
+    error: Exception | None
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether the attempt to connect has ended."""
+
+    def abort(self) -> None:
+        """Fail all pending messages, here and on other members."""
+
+    def release(self) -> None:
+        """Abort, and give up the group."""
 
 
 class GlooTransport:
