@@ -22,6 +22,12 @@ ORIGINALS_READY := $(ORIGINALS)/ready
 ORIGINALS_INSTALL := $(ORIGINALS)/bin/python -m pip install --disable-pip-version-check \
     --requirement requirements-originals.txt
 
+# A fourth environment beside .venv, with the version of torch that mh.start(survive=True) needs.
+SURVIVE := .venv-survive
+SURVIVE_READY := $(SURVIVE)/ready
+SURVIVE_INSTALL := $(SURVIVE)/bin/python -m pip install --disable-pip-version-check \
+    --requirement requirements-survive.txt
+
 # Create an environment that sees the packages of .venv, and install into it: $(call BESIDE_VENV,folder,install).
 # addsitedir also reads .pth files, such as coverage's for subprocesses of tests.
 define BESIDE_VENV
@@ -38,7 +44,7 @@ define BESIDE_VENV
 @touch $(1)/ready
 endef
 
-.PHONY: help demo test test-integrations test-originals quick gpu coverage lint docs docs-serve clean
+.PHONY: help demo test test-integrations test-originals survive quick gpu coverage lint docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -60,6 +66,10 @@ test-integrations: $(WITH_READY) ## run the tests with trainers and launchers; A
 
 test-originals: $(ORIGINALS_READY) ## run the comparisons with fairscale and adaptdl
 	@$(ORIGINALS)/bin/python -m pytest tests/test_migrating*.py \
+	    --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+survive: $(SURVIVE_READY) ## run the tests of mh.start(survive=True) with torch 2.15 (6 GB)
+	@$(SURVIVE)/bin/python -m pytest tests/engines/test_survive*.py -m "long or not long" \
 	    --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 quick: $(READY) ## run the tests without ranks, in under 20 seconds
@@ -87,7 +97,7 @@ docs-serve: $(READY) ## serve the documentation with search on http://127.0.0.1:
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean: ## remove environments and build results
-	rm -rf .venv $(WITH) $(ORIGINALS) site build dist .coverage .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv $(WITH) $(ORIGINALS) $(SURVIVE) site build dist .coverage .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -119,3 +129,6 @@ $(WITH_READY): $(READY) pyproject.toml constraints.txt constraints-integrations.
 
 $(ORIGINALS_READY): $(READY) requirements-originals.txt
 	$(call BESIDE_VENV,$(ORIGINALS),$(ORIGINALS_INSTALL))
+
+$(SURVIVE_READY): $(READY) requirements-survive.txt
+	$(call BESIDE_VENV,$(SURVIVE),$(SURVIVE_INSTALL))
