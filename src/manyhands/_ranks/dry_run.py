@@ -82,7 +82,8 @@ class DryRun:
     def sent(self) -> Counter[str]:
         sent = Counter[str]()
         for each in self.sequence:
-            sent[each.operation] += each.sent
+            if each.operation != "save":
+                sent[each.operation] += each.sent
         return sent
 
     def __repr__(self) -> str:

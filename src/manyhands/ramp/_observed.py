@@ -19,7 +19,7 @@ expected value for d = 1. The initial value 1 is also the upper limit, with the 
 behind growing noise. With n gradients per step, M small batches have an error of sqrt(2 / (n M))
 var in the worst case (d = 1). `memory_for` returns the M with an error of half of sqr, but no less
 than `MEMORY_STEPS` steps: the gain of a single step jumps by factors of 2 or 4, which can raise the
-loss. A memory based on the measured d also follows single steps too closely (`docs/notes.md`).
+loss. A memory based on the measured d also follows single steps too closely.
 
 `Ramp` grows the batch only if sqr + 0.7 error var calls for a larger batch. Otherwise an early
 estimate near zero would select the largest batch. Shrinking requires that sqr - error var calls for

@@ -118,10 +118,11 @@ class ScalingRuleBase(ScaledOptimizer):
         var_floor: lower bound of the averaged noise, 1e-6 by default. If squared gradient norms are
             this small, lower the floor or multiply the loss.
         measure_every: steps per measurement once the averages contain their full memory. The
-            default is 4, or 8 with two small batches per step and 5 with three. 1 measures every
-            step; this is the default in `AdaptiveDataParallel`, and always applies with a `Ramp` or
-            with one pass on one worker. Measurements are more frequent where the averages would
-            contain less than 100 small batches or four steps.
+            default is a sixtieth of the memory in steps, from 4 to 8: 8 with two small batches per
+            step, 5 with three. 1 measures every step; this is the default in
+            `AdaptiveDataParallel`, and always applies with a `Ramp` or with one pass on one worker.
+            Measurements are more frequent where the averages would contain less than 100 small
+            batches or four steps.
     """
 
     @explained
