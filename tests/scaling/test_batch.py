@@ -36,10 +36,16 @@ def test_the_default_smoothing_is_fairscales_or_where_passes_are_counted_adaptdl
 
 def test_small_batches_of_a_full_step_do_not_depend_on_the_present_workers():
     full = Batch(4, 3)
-    fewer = Batch(1, 6, small_batches=12)  # two of four workers take twice as many passes
+    fewer = Batch(4, 6, pass_share=0.5)  # two of four workers take twice as many passes
     assert fewer.scale_for(6) == full.scale_for(3)
     assert fewer.scale_for(3) == full.scale_for(3) / 2
     assert fewer.smoothing_for(12.0) == full.smoothing_for(12.0)
+    assert fewer.gradients == full.gradients == 12
+    assert fewer.to_state() == full.to_state()
+    full.set_scale(scale=7.0)
+    assert fewer.parse_state(SavedEntries(full.to_state(), "batch")).scale == 7.0
+    fewer.set_scale(per_pass=2.5)
+    assert fewer.scale_for(6) == 7.5
 
 
 def test_a_smoothing_that_was_set_is_kept_until_none_is_set():

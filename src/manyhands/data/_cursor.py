@@ -78,6 +78,9 @@ class StepGuard(Protocol):
     def begin_step(self) -> None:
         """Note that the loop receives the first batch of a step."""
 
+    def end_loop(self) -> None:
+        """Note that no loop runs over the cursor."""
+
 
 class BaseCursor:
     """Base class of the data loaders that `manyhands.Cursor` makes.
@@ -216,6 +219,8 @@ class BaseCursor:
             yield
         finally:
             self._iterated = False
+            if self.guard is not None:
+                self.guard.end_loop()
             self._now = None
             self._mean = None
             self._mean_due = False
@@ -345,9 +350,9 @@ class MapCursor(BaseCursor):
             yield batch
         self._end_epoch()
 
-    def micro_batches(self, ranks: int) -> int:
-        """Return the number of micro-batches of a full step on this number of ranks."""
-        return ranks * number_of_passes(self._batch, ranks, self._most)
+    def passes_on(self, ranks: int) -> int:
+        """Return the number of passes of a full step on this number of ranks."""
+        return number_of_passes(self._batch, ranks, self._most)
 
     def change_ranks(self, ranks: RankGroup, expected: int) -> None:
         """Divide the samples among these ranks, from the last trained sample on.
@@ -442,9 +447,17 @@ class MapCursor(BaseCursor):
                 self._commit()
         return now
 
+    def end_step(self) -> None:
+        """Do not repeat the batches of this step, which a gradient scaler may have skipped."""
+        self._account.step()
+
     def _commit(self) -> None:
+        self._account.step()
+        self.commit_steps()
+
+    def commit_steps(self) -> None:
+        """Count the batches of ended steps as trained."""
         account = self._account
-        account.step()
         if account.taken:
             account.commit({self._number: account.taken}, self._number)
             account.due = False  # there are no other workers

@@ -77,6 +77,8 @@ def start(
     """
     folder = to_path(checkpoints)
     listener.start()
+    if survive and not process_group:
+        raise ValueError("survive=True makes the process group. Remove process_group=False.")
     if survive:
         return _start_surviving(folder, backend)
     if _ray.is_ray_worker():

@@ -105,8 +105,8 @@ class Batch:
     loss_is_divided: bool = True
     scale_is_explicit: bool = False  # set in this run
     smoothing_is_explicit: bool = False
-    # Small batches of a full step, if they do not depend on the present workers.
-    small_batches: int | None = None
+    # Passes of a full run per pass of this run, in which fewer ranks take more passes.
+    pass_share: float = 1.0
 
     def scale_for(self, passes: int) -> float:
         if self.scale is not None:
@@ -114,17 +114,13 @@ class Batch:
                 return self.scale
             return self.scale * (passes / self.passes)
         if self.scale_per_pass is not None:
-            return self.scale_per_pass * passes
-        if self.small_batches is not None:
-            return self.small_batches * passes / self.passes
-        return float(self.workers * passes)
+            return self.scale_per_pass * passes * self.pass_share
+        return self.workers * passes * self.pass_share
 
     @property
     def gradients(self) -> int:
         """The number of small gradients in a full step."""
-        if self.small_batches is not None:
-            return self.small_batches
-        return self.workers * self.passes
+        return round(self.workers * self.passes * self.pass_share)
 
     def begin_step(self) -> None:
         self.set_passes(self.loop.passes() or self.passes)
@@ -148,7 +144,7 @@ class Batch:
             return self.smoothing
         if self.loop.counts:
             return float((1.0 - 1.0 / self.memory) ** scale)
-        small_batches = self.gradients * (self.short or self.passes) / self.passes
+        small_batches = self.workers * (self.short or self.passes) * self.pass_share
         return max(1.0 - small_batches / self.memory, 0.0)
 
     def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
@@ -166,7 +162,7 @@ class Batch:
             "scale_per_pass": self.scale_per_pass,
             "smoothing": self.smoothing,
             "workers": self.workers,
-            "passes": self.passes,
+            "passes": round(self.passes * self.pass_share),
         }
 
     def parse_state(self, state: SavedEntries) -> Batch:
@@ -180,7 +176,8 @@ class Batch:
             passes = saved_passes
         loaded = replace(self, passes=passes, short=None)
         if not self.scale_is_explicit:
-            growth = self.workers * passes / (state.whole("workers", 1) * saved_passes)
+            saved_batches = state.whole("workers", 1) * saved_passes
+            growth = self.workers * passes * self.pass_share / saved_batches
             loaded.scale = None
             if state.has("scale"):
                 loaded.scale = state.real("scale", above=0.0) * growth

@@ -114,12 +114,15 @@ class RuleCore:
         self.binding = Binding(inner)
         self.history.average = average
 
-    def change_ranks(self, ranks: RankGroup, small_batches: int, passes: int) -> None:
-        """Continue on other ranks, with this number of small batches and passes per step."""
+    def change_ranks(
+        self, ranks: RankGroup, passes: int, full_workers: int, full_passes: int
+    ) -> None:
+        """Continue on other ranks, with the batch and the scale of a full run."""
         assert self.inner is not None
         self.ranks = ranks
         self.batch.set_passes(passes)
-        self.batch.small_batches = small_batches
+        self.batch.workers = full_workers
+        self.batch.pass_share = full_passes / passes
         self.measurement.change_ranks(ranks, self.inner.param_groups)
 
     # -- between backward and step -----------------------------------------------------------

@@ -27,14 +27,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._optimizers.modules import ParallelModules
 from manyhands._optimizers.state_parts import SavedEntries
 from manyhands._optimizers.wrappers import LossScale, ParamGroup, params_of, unwrap
-from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.ranks import PendingSums, RankGroup
 from manyhands._tensors.backward import BackwardPasses
 from manyhands._tensors.flat import local_shard
 from manyhands._tensors.profiler import Range
@@ -175,9 +174,9 @@ class Measurement:
         self.hook(param_groups)
 
     @property
-    def pending_work(self) -> dist.Work | None:
+    def pending(self) -> PendingSums | None:
         """The step's collective, if it has begun."""
-        return None if self.step.sent is None else self.step.sent.pending.work
+        return None if self.step.sent is None else self.step.sent.pending
 
     def measures(self, param_groups: Sequence[ParamGroup]) -> bool:
         pairs = zip(params_of(param_groups), self._params, strict=False)

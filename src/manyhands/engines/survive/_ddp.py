@@ -9,8 +9,8 @@ ranks make a new `Reducer` whenever the members of the process group change.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ class AveragedModule:
     def __init__(
         self,
         module: DistributedDataParallel,
-        begin: Callable[[], None],
+        check_undecided: Callable[[], None],
         has_failed: Callable[[], bool],
-        fail: Callable[[], None],
+        fail: Callable[[Exception], None],
         messages: Messages,
     ) -> None:
         self.module: Any = module  # with private attributes of torch
-        self._begin = begin
+        self._check_undecided = check_undecided
         self._has_failed = has_failed
         self._fail = fail
         self.messages = messages
@@ -57,7 +57,7 @@ class AveragedModule:
         ddp.reducer = None
         params, sparse = ddp._build_params_for_reducer()
         names = ddp._build_debug_param_to_name_mapping(params)
-        self._group = AveragingGroup(self._averaged, self.messages)  # torch keeps no reference
+        self._group = AveragingGroup(self._averaged, self._followed)  # torch keeps no reference
         ddp.process_group = self._group
         ddp._ddp_init_helper(params, sparse, names, ddp.static_graph)
         ddp.process_group = dist.group.WORLD
@@ -78,31 +78,29 @@ class AveragedModule:
     def _call_user_hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         assert self._user_hook is not None
         hook, hook_state = self._user_hook
-        return self._averaged(bucket.buffer(), functools.partial(hook, hook_state, bucket))
+        return self._averaged(bucket.buffer(), partial(hook, hook_state, bucket))
 
     def _averaged(self, local: Tensor, start: Callable[[], Future[Any]]) -> Future[Tensor]:
-        self._begin()
+        self._check_undecided()
+        return self._followed(local, start)
+
+    def _followed(self, local: Tensor, start: Callable[[], Future[Any]]) -> Future[Tensor]:
         if self._has_failed():
             return _ready(local)
         try:
             message = start()
-        except LOST:
-            self._fail()
+        except LOST as error:
+            self._fail(error)
             return _ready(local)
         return self.messages.follow(message, local)
 
     def _broadcast(self, state: object, buffers: Mapping[str, Tensor]) -> None:
         """Give all ranks the buffers of rank 0."""
         for alike in group_by_type(list(buffers.values())):
+            flat = torch.cat([buffer.reshape(-1) for buffer in alike])
+            self._followed(flat, partial(start_broadcast, flat)).wait()
             if self._has_failed():
                 return
-            flat = torch.cat([buffer.reshape(-1) for buffer in alike])
-            try:
-                work = dist.broadcast(flat, 0, async_op=True)
-                assert work is not None
-                self.messages.wait(work, flat)
-            except LOST:
-                self._fail()
             parts = flat.split([buffer.numel() for buffer in alike])
             for buffer, part in zip(alike, parts, strict=True):
                 buffer.copy_(part.view(buffer.shape))
@@ -117,33 +115,31 @@ class AveragingGroup(dist.ProcessGroup):
     def __init__(
         self,
         averaged: Callable[[Tensor, Callable[[], Any]], Future[Tensor]],
-        messages: Messages,
+        followed: Callable[[Tensor, Callable[[], Any]], Future[Tensor]],
     ) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size())  # type: ignore[call-arg]
         self._averaged = averaged
-        self._messages = messages
+        self._followed = followed
 
     def getBackendName(self) -> str:
         return "manyhands"
 
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], options: object = None
-    ) -> PendingAverage:
+    ) -> FollowedWork:
         def start() -> Any:
             work: Any = dist.all_reduce(tensors[0], async_op=True)
             return work.get_future()
 
-        return PendingAverage(self._averaged(tensors[0], start))
+        return FollowedWork(self._averaged(tensors[0], start))
 
     def broadcast(  # type: ignore[override]
         self, tensors: list[Tensor], options: Any = None
-    ) -> PendingAverage:  # in `rebuild_buckets`
-        world: Any = dist.group.WORLD
-        message = world.broadcast(tensors, options).get_future()
-        return PendingAverage(self._messages.follow(message, tensors[0]))
+    ) -> FollowedWork:  # in `rebuild_buckets`
+        return FollowedWork(self._followed(tensors[0], partial(start_broadcast, tensors[0])))
 
 
-class PendingAverage(dist.Work):
+class FollowedWork(dist.Work):
     def __init__(self, future: Future[Tensor]) -> None:
         super().__init__()
         self._future = future
@@ -154,6 +150,12 @@ class PendingAverage(dist.Work):
 
     def get_future(self) -> Future[Tensor]:
         return self._future
+
+
+def start_broadcast(tensor: Tensor) -> Future[Any]:
+    work: Any = dist.broadcast(tensor, 0, async_op=True)
+    future: Future[Any] = work.get_future()
+    return future
 
 
 def _ready(tensor: Tensor) -> Future[Tensor]:

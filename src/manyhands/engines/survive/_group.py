@@ -96,6 +96,8 @@ class ElasticGroup:
         _world.pg_group_ranks[world] = {rank: rank for rank in range(len(handles))}
 
     def abort(self) -> None:
+        if not dist.is_initialized():  # the script has destroyed the group
+            return
         shut_connections(self._epolls)
         self.change(self.handle_alone(), secrets.randbits(48))
 
@@ -108,6 +110,8 @@ class ElasticGroup:
 
 def destroy() -> None:
     """Destroy the group, at the end of the process."""
+    if not dist.is_initialized():
+        return
     # A thread, because this waits for messages that gloo has forgotten (`_messages.py`).
     thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
     thread.start()
@@ -180,7 +184,7 @@ class GroupTransport:
             names = [f"{prefix}/{other}" for other in range(size)]
             self._store.publish(names[rank], self._elastic.handle)
             handles = [self._store.published(name) for name in names]
-            # Only the members of this generation know this number.
+            # Above the random numbers of ranks that are alone.
             generation = int(prefix.split("/")[2])
             self._elastic.change(handles, generation + (1 << 52))
             self.group = dist.group.WORLD

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-LOST = (RuntimeError, dist.DistError)  # raised by collectives if a member is lost
+LOST = RuntimeError  # raised by collectives if a member is lost
 
 
 class Messages:
-    def __init__(self, fail: Callable[[], None]) -> None:
+    def __init__(self, fail: Callable[[Exception], None]) -> None:
         self._fail = fail
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Future[Tensor], Tensor]] = {}  # each with its fallback
@@ -38,7 +38,7 @@ class Messages:
         self.follow(work.get_future(), local).wait()
 
     def end_all(self) -> None:
-        """End all waits, after an abort."""
+        """End all waits, after an abort. Messages of other devices end by themselves."""
         with self._lock:
             waiting = list(self._waiting.values())
             self._waiting.clear()
@@ -54,8 +54,8 @@ class Messages:
     def _result_of(self, local: Tensor, message: Future[Any]) -> Tensor:
         try:
             result = message.value()
-        except LOST:
-            self._fail()
+        except LOST as error:
+            self._fail(error)
             return local
         tensor: Tensor = result[0] if isinstance(result, list) else result
         return tensor

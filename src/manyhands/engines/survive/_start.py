@@ -112,7 +112,7 @@ def _facts(model: nn.Module, state: RunState) -> MemberFacts:
 
 
 def _leave(run: SurvivingRun) -> None:
-    if getattr(sys, "last_value", None) is None:
+    if getattr(sys, "last_value", None) is None:  # set by Python after an uncaught exception
         run.finish()
     else:
         run.drop_out()

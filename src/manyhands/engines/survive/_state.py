@@ -120,10 +120,10 @@ class RunState:
 
     def restore(self, before: BeforeRepeat) -> None:
         for each, state in zip(self._objects, before.objects, strict=True):
-            each.load_state_dict(state)
+            each.load_state_dict(copy.deepcopy(state))
         for optimizer, options in zip(self.optimizers, before.groups, strict=True):
             for group, option in zip(optimizer.param_groups, options, strict=True):
-                group.update(option)
+                group.update(copy.deepcopy(option))
         self._start.random.restore()
 
 

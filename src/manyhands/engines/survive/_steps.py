@@ -45,6 +45,7 @@ from manyhands.scaling._optimizer import ScaledOptimizer
 
 WATCH = 0.1  # seconds between two looks at the crew, for up to CROWD ranks
 CROWD = 50
+ATTEMPTS = 3  # of a step that fails although all ranks are present
 
 
 class Progress(NamedTuple):
@@ -117,6 +118,8 @@ class SurvivingRun:
         self._training = False  # whether the thread may abort the group
         self._aborted = False  # whether the thread has aborted the group of this step
         self._failed = False
+        self._error: Exception | None = None  # the first error of this step on this rank
+        self._unexplained = 0  # consecutive failures of the step without a lost or new rank
         self._steps = 0
         self._trained_in = 0
         self._holds_step = False
@@ -124,6 +127,7 @@ class SurvivingRun:
         self._began = False  # whether the loop has received a batch of the current step
         self._regroup_wanted = False  # by this rank
         self._regroup_due = False  # on all ranks, after this step
+        self._joined = False  # whether the last meeting had joiners
         self._met = False  # whether the members may have changed since the last step
         self._before: BeforeRepeat | None = None
         self._closed = threading.Event()
@@ -141,7 +145,8 @@ class SurvivingRun:
     def has_failed(self) -> bool:
         return self._failed
 
-    def fail(self) -> None:
+    def fail(self, error: Exception | None = None) -> None:
+        self._error = self._error or error
         self._failed = True
 
     # -- the run -------------------------------------------------------------------------------
@@ -191,6 +196,7 @@ class SurvivingRun:
         arrived = self._gradients_arrived()
         if arrived and self._vote():
             self._steps += 1
+            self._unexplained = 0
             self._decided = True
             return True
         self._holds_step = arrived
@@ -201,15 +207,12 @@ class SurvivingRun:
     def _gradients_arrived(self) -> bool:
         if self._failed:
             return False
-        try:
-            for rule in self._rules:
-                work = rule._core.measurement.pending_work
-                if work is not None:
-                    self._messages.wait(work, torch.empty(0))
-            for module in self._modules:
-                module.rebuild_buckets()
-        except LOST:
-            self._failed = True
+        for rule in self._rules:
+            pending = rule._core.measurement.pending
+            if pending is not None and pending.work is not None:
+                self._messages.wait(pending.work, pending.table)
+        for module in self._modules:
+            module.rebuild_buckets()
         return not self._failed
 
     def _vote(self) -> bool:
@@ -218,8 +221,8 @@ class SurvivingRun:
             work = dist.all_reduce(wanted, op=dist.ReduceOp.MAX, async_op=True)
             assert work is not None
             self._messages.wait(work, wanted)
-        except LOST:
-            return False
+        except LOST as error:
+            self.fail(error)
         if self._failed:  # after an abort, this rank was alone in the collective
             return False
         self._regroup_due = bool(wanted[0])
@@ -229,8 +232,18 @@ class SurvivingRun:
         """Meet the other ranks. Return whether the optimizer steps as well."""
         self._begin_meeting()
         self.crew.abort()
+        self._messages.end_all()
+        members = self.crew.members
         if self._meet(repeats=True):
             return True
+        self._unexplained += 1
+        if members != self.crew.members or self._joined:
+            self._unexplained = 0
+        if self._unexplained == ATTEMPTS and self._error is not None:
+            raise RuntimeError(
+                f"this step failed {ATTEMPTS} times, although all ranks are present. See the first "
+                "error on this rank above."
+            ) from self._error
         self.state.clear_gradients()
         self._before = self.state.before_repeat()
         return False
@@ -239,10 +252,12 @@ class SurvivingRun:
         """Prepare the next step. Return whether the cursor must divide the samples again."""
         if self._began and self._decided is None:  # a gradient scaler has skipped the optimizer
             self.commit()
+        if self._decided:
+            self._cursor.end_step()
         if self._before is not None:  # before a meeting, which may send the state to joiners
             self.state.restore(self._before)
             self._before = None
-        # Another rank came during the last meeting.
+        # A rank waits to join.
         while self._regroup_due:
             self._begin_meeting()
             self._meet()
@@ -250,9 +265,14 @@ class SurvivingRun:
         if met:
             self._met = False
             self._follow_members()
+        self.end_loop()
+        self._error = None
+        self.state.begin_step()  # before the cursor loads the samples, which may draw numbers
+        return met
+
+    def end_loop(self) -> None:
         self._decided = None
         self._began = False
-        return met
 
     def _begin_meeting(self) -> None:
         """Stop the thread from aborting the group. Call before the members change."""
@@ -263,27 +283,33 @@ class SurvivingRun:
 
     def begin_step(self) -> None:
         self._began = True
-        self.state.begin_step()
 
     def _follow_members(self) -> None:
-        ranks = SteppingRanks(self.crew.size, self.crew.rank, run=self)
         for module in self._modules:
             module.renew()
-        expected = self.crew.expected
-        small_batches = self._cursor.micro_batches(expected)
-        self._cursor.change_ranks(ranks, expected)
-        for rule in self._rules:
-            rule._core.change_ranks(ranks, small_batches, self._cursor.usual_passes)
+        self._change_ranks()
         with self._lock:
             self._failed = False
             self._training = True
+
+    def _change_ranks(self) -> None:
+        ranks = SteppingRanks(self.crew.size, self.crew.rank, run=self)
+        expected = self.crew.expected
+        self._cursor.change_ranks(ranks, expected)
+        passes = self._cursor.usual_passes
+        for rule in self._rules:
+            rule._core.change_ranks(ranks, passes, expected, self._cursor.passes_on(expected))
 
     # -- a meeting -----------------------------------------------------------------------------
 
     def _version(self) -> Version:
         samples = self._samples()
-        has_state = self._trained_in > 0 or self._loaded
-        return Version(samples if has_state else -1, self._trained_in > 0, self._steps)
+        rounds = samples if self._has_state else -1
+        return Version(rounds, self._trained_in > 0, self._steps)
+
+    @property
+    def _has_state(self) -> bool:
+        return self._trained_in > 0 or self._loaded
 
     def _samples(self) -> int:
         return self._cursor.epoch * len(self._cursor.dataset) + self._cursor.position
@@ -295,6 +321,7 @@ class SurvivingRun:
         whether this rank must step, because another rank has stepped.
         """
         self._failed = True
+        self._cursor.commit_steps()
         while True:
             if not joined:
                 self.crew.regroup(self._version())
@@ -314,7 +341,9 @@ class SurvivingRun:
         if repeats and self.crew.rank not in agreement.stepping:
             self.state.undo_forward()
         if received is not None:
+            self._change_ranks()  # the scale of a rule depends on the ranks
             self.state.unpack(received)
+        self._joined = bool(agreement.joiners)
         self._steps = agreement.steps
         self._trained_in = self.crew.generation
         self._regroup_wanted = False
@@ -323,8 +352,9 @@ class SurvivingRun:
         return self.crew.rank in agreement.stepping
 
     def _exchange(self) -> list[Progress]:
-        loaded = self._trained_in > 0 or self._loaded
-        own = Progress(self._trained_in, self._steps, self._samples(), self._holds_step, loaded)
+        own = Progress(
+            self._trained_in, self._steps, self._samples(), self._holds_step, self._has_state
+        )
         sent = torch.tensor(own, dtype=torch.int64)
         rows = [torch.zeros_like(sent) for _ in range(self.crew.size)]
         self._send(partial(dist.all_gather, rows, sent, async_op=True))
@@ -382,8 +412,8 @@ class SurvivingRun:
         while not self._closed.wait(WATCH * max(1.0, self.crew.size / CROWD)):
             try:
                 if self._steps and not noted:
-                    noted = True
                     self.crew.note_progress()
+                    noted = True
                 outlook = self.crew.look()
             except StoreLost:
                 # With a quorum, members of the other side do not answer. The meeting waits for the
@@ -395,13 +425,15 @@ class SurvivingRun:
             deserted = in_a_step and outlook.closed_after <= self._steps
             with self._lock:
                 current = outlook.generation == self.crew.generation and self._training
-                if current and (outlook.over or deserted):
+                # A message may wait although another message has failed.
+                if current and (outlook.over or deserted or self._failed):
                     # First, because after the abort this rank is alone.
                     self._failed = True
                     self._training = False
                     self._aborted = True
                 if self._aborted:  # again, until the training thread notices
-                    self.crew.abort()
+                    with suppress(LOST):
+                        self.crew.abort()
                     self._messages.end_all()
 
 
@@ -416,8 +448,8 @@ class SteppingRanks(RankGroup):
         if not self.run.has_failed():
             try:
                 return super().sum_and_gather(row, summed)
-            except LOST:
-                self.run.fail()
+            except LOST as error:
+                self.run.fail(error)
         return PendingSums(row, summed)  # nobody reads it
 
 
