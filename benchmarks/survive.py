@@ -237,13 +237,15 @@ def _kill(
     began = 0.0
     due = interval + dice.uniform(0, 1)
     limit = time.monotonic() + seconds + 120
+    rest = ""
     with path.open() as file:
         while not began or time.monotonic() < began + seconds:
             if time.monotonic() > limit:
                 output = path.with_name("output").read_text()
                 raise RuntimeError(f"the run hangs:\n{output[-4000:]}")
             run.tend()
-            log += map(json.loads, file.readlines())
+            *lines, rest = (rest + file.read()).split("\n")  # a rank may be writing
+            log += map(json.loads, lines)
             here = members(log, killed)
             if not began and len(here) == SIZE and log[-1]["event"] == "step":
                 began = time.monotonic()
