@@ -9,10 +9,8 @@ from itertools import pairwise
 import pytest
 
 from helpers.crew_workers import Store
-from helpers.networks import Networks, NoNetworks
 from helpers.surviving import NEEDS_TORCH, STALL, SurvivingRanks
 from helpers.surviving_script import BATCH, SAMPLES, Fault, Options
-from manyhands.blocks.crew import _store
 
 pytestmark = [NEEDS_TORCH, pytest.mark.long]
 STEPS = SAMPLES // BATCH  # per epoch
@@ -154,16 +152,6 @@ def test_many_kills(tmp_path, options):
 
 
 # -- networks and the store ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def networks(monkeypatch):
-    monkeypatch.setattr(_store, "STORE_TIMEOUT", 5.0)
-    try:
-        with Networks() as made:
-            yield made
-    except NoNetworks as error:
-        pytest.skip(f"network namespaces are not allowed here: {error}")
 
 
 CUTS = {

@@ -5,25 +5,13 @@ import random
 import pytest
 
 from helpers.crew_workers import Store
-from helpers.networks import Networks, NoNetworks
 from helpers.surviving import NEEDS_TORCH, STALL, SurvivingRanks
 from helpers.surviving_script import Options
-from manyhands.blocks.crew import _store
 
 pytestmark = [NEEDS_TORCH, pytest.mark.long]
 FAULTS = 100  # of each run
 STOPS = [0.1, 0.5, 1.5, STALL + 2.0]  # seconds
 CUTS = [0.3, 1.5, STALL + 2.0]
-
-
-@pytest.fixture
-def networks(monkeypatch):
-    monkeypatch.setattr(_store, "STORE_TIMEOUT", 5.0)
-    try:
-        with Networks() as made:
-            yield made
-    except NoNetworks as error:
-        pytest.skip(f"network namespaces are not allowed here: {error}")
 
 
 class Chaos:

@@ -58,7 +58,6 @@ def check_torch() -> None:
 
 class ElasticGroup:
     def __init__(self, connection: StoreConnection, backend: str) -> None:
-        self._connection = connection
         self._store = GroupStore(connection.acquire(), connection.signer)
         interface = interface_of(own_address(connection.store))
         if interface:
@@ -70,10 +69,7 @@ class ElasticGroup:
         # The epolls on which gloo's threads wait for the sockets of the group.
         self._epolls = {after[inode] for inode in after.keys() - before.keys()}
         self.attempt = FIRST_ATTEMPT  # seconds
-        self.change(self.handle_alone(), secrets.randbits(48))
-
-    def handle_alone(self) -> list[str]:
-        return [self.handle]
+        self.change([self.handle], secrets.randbits(48))
 
     @property
     def handle(self) -> str:
@@ -99,7 +95,7 @@ class ElasticGroup:
         if not dist.is_initialized():  # the script has destroyed the group
             return
         shut_connections(self._epolls)
-        self.change(self.handle_alone(), secrets.randbits(48))
+        self.change([self.handle], secrets.randbits(48))
 
     def connect(
         self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
@@ -163,7 +159,7 @@ class GroupTransport:
     def abort(self) -> None:
         with self._lock:  # the training thread and the watching thread may abort concurrently
             if self._released:
-                shut_connections(self._elastic._epolls)  # a message may have begun since
+                shut_connections(self._elastic._epolls)  # a message may have started since
                 return
             self._released = True
             self._store.canceled.set()

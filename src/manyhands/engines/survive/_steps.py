@@ -450,7 +450,7 @@ class SteppingRanks(RankGroup):
                 return super().sum_and_gather(row, summed)
             except LOST as error:
                 self.run.fail(error)
-        return PendingSums(row, summed)  # nobody reads it
+        return PendingSums(row, summed)  # never read
 
 
 def _rules_of(optimizers: Sequence[Optimizer]) -> list[ScaledOptimizer]:
